@@ -1,0 +1,121 @@
+"""Commands. Each imports what it needs when it runs, so that `--help` is quick."""
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.errors import EngineError, OutOfMemory
+
+app = typer.Typer(
+    help="Trains DFlash speculative-decoding drafters against a frozen target.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ScheduleFile = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="a TOML file, see schedules/")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any field, such as train.lr=3e-4")
+]
+
+
+@app.command("run")
+def run_command(
+    schedule: ScheduleFile,
+    set_: Overrides = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="stop after this many steps")] = None,
+    output: Annotated[Path | None, typer.Option(help="the run's folder")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run in --output")] = False,
+) -> None:
+    """Train a drafter."""
+    from engine.run import run
+    from engine.schedule import load_schedule
+
+    run(load_schedule(schedule, set_ or []), steps=steps, output=output, resume=resume, overwrite=overwrite)
+
+
+@app.command()
+def check(schedule: ScheduleFile, set_: Overrides = None) -> None:
+    """Check a schedule against target, data and devices, and print what it comes to; runs nothing."""
+    from rich.console import Console
+
+    from engine.planning import plan_run
+    from engine.run import print_plan
+    from engine.schedule import load_schedule
+
+    plan = plan_run(load_schedule(schedule, set_ or []))
+    sys.stdout.write(plan.schedule.to_toml())
+    print_plan(plan, Console(stderr=True))
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[list[Path], typer.Argument(metavar="JSONL…")],
+    tokenizer: Annotated[str, typer.Option(help="a tokenizer's folder, or builtin:tiny-hybrid")],
+    output: Annotated[Path, typer.Option(help="folder for the prepared documents")],
+    max_length: Annotated[int | None, typer.Option(min=2, help="drop longer conversations")] = None,
+    held_out: Annotated[float | None, typer.Option(help="share split off by answer")] = None,
+    show: Annotated[int, typer.Option(min=0, help="print this many rows, supervised tokens marked")] = 0,
+    max_bad: Annotated[float, typer.Option(min=0, max=1, help="share of bad rows that stops it")] = 0.01,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what is in --output")] = False,
+) -> None:
+    """Turn JSONL conversations into documents for training."""
+    from engine.builtin import resolve
+    from engine.data.preparation import prepare as prepare_documents
+
+    prepare_documents(
+        inputs,
+        resolve(tokenizer),
+        output,
+        max_length=max_length,
+        held_out=held_out,
+        show=show,
+        max_bad=max_bad,
+        overwrite=overwrite,
+    )
+
+
+@app.command()
+def verify(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="reference files")],
+    device: Annotated[str, typer.Option(help="cpu or cuda:<n>")] = "cpu",
+    attention: Annotated[str, typer.Option(help="dense or flex")] = "dense",
+) -> None:
+    """Recompute reference files; exit code 7 where the difference is beyond the tolerance."""
+    from engine.verify import verify_files
+
+    verify_files(files, device_name=device, attention=attention)
+
+
+def main() -> None:
+    """Run a command; a failure's cause decides the exit code."""
+    try:
+        app()
+    except EngineError as error:
+        sys.exit(_report(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if is_out_of_memory(error):
+            sys.exit(_report(OutOfMemory(str(error))))
+        traceback.print_exc()
+        sys.exit(EngineError.exit_code)
+
+
+def _report(error: EngineError) -> int:
+    if error.exit_code == EngineError.exit_code:
+        traceback.print_exc()
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    return error.exit_code
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host ran out of memory, whichever library says so."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()

@@ -1,0 +1,109 @@
+"""What a preparation tells: rows kept and dropped by reason, lengths, bad rows, and documents to look at.
+
+Counts by reason are the part people need when a run learns nothing: a quarter of the rows dropped
+as "empty answer" explains more than any loss curve. Looking at three rendered documents with their
+supervised tokens marked finds a wrong template before the GPUs are rented.
+"""
+
+from collections import Counter
+from itertools import groupby
+from pathlib import Path
+
+import attrs
+import orjson
+from attrs import define, field, frozen
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from engine.data.chat import Tokens, decode
+from engine.data.manifest import Manifest
+from engine.errors import DiskError
+
+SKIPPED_FILE = "skipped.jsonl"
+_LISTED = 10
+
+
+@frozen
+class Skipped:
+    """A bad row: where it stands (`file:line`), why it can't be used, and the particulars."""
+
+    where: str
+    reason: str
+    detail: str
+    template: bool
+    """Whether the chat template may be at fault, not the row."""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+
+
+@define
+class Report:
+    """What became of the rows read."""
+
+    output: Path
+    rows: int = 0
+    kept: int = 0
+    cut: int = 0
+    """Kept rows that were longer than `max_length`."""
+    dropped: Counter[str] = field(factory=Counter)
+    """Rows by reason: the bad ones, and good ones that are duplicates or have nothing to learn."""
+    skipped: list[Skipped] = field(factory=list)
+    """The bad rows alone."""
+    manifests: dict[str, Manifest] = field(factory=dict)
+    """Of "train" and, where a held-out part was asked for, of "held_out"."""
+
+    def tables(self) -> list[Table]:
+        """Rows by fate, and lengths of what was written, for a terminal."""
+        fate = Table(title=f"{self.rows} rows read")
+        fate.add_column("rows")
+        fate.add_column("number", justify="right")
+        fate.add_row("kept", str(self.kept))
+        fate.add_row("  of these cut to max_length", str(self.cut))
+        for reason, count in self.dropped.most_common():
+            fate.add_row(f"dropped: {reason}", str(count))
+        sizes = Table(title="documents written")
+        sizes.add_column("part")
+        for heading in ("documents", "tokens", "supervised", "shortest", "mean", "median", "95 %", "longest"):
+            sizes.add_column(heading, justify="right")
+        for part, manifest in self.manifests.items():
+            lengths = manifest.lengths
+            numbers = (manifest.documents, manifest.tokens, manifest.supervised_tokens, lengths.min)
+            more = (f"{lengths.mean:.0f}", lengths.median, lengths.p95, lengths.max)
+            sizes.add_row(part, *map(str, numbers), *map(str, more))
+        return [fate, sizes]
+
+
+def write_skipped(folder: Path, report: Report) -> None:
+    """Write the bad rows beside the documents, a line each, so that none is lost to a long terminal."""
+    lines = b"".join(orjson.dumps(attrs.asdict(bad)) + b"\n" for bad in report.skipped)
+    try:
+        (folder / SKIPPED_FILE).write_bytes(lines)
+    except OSError as error:
+        raise DiskError(f"{report.output / SKIPPED_FILE}: cannot be written ({error})") from error
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the tables and the first bad rows."""
+    for table in report.tables():
+        console.print(table)
+    for bad in report.skipped[:_LISTED]:
+        console.print(Text(f"skipped {bad}"))
+    if len(report.skipped) > _LISTED:
+        rest = len(report.skipped) - _LISTED
+        console.print(Text(f"and {rest} more bad rows, all listed in {report.output / SKIPPED_FILE}"))
+
+
+def show_document(row: Tokens, number: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    """Print a document, its supervised tokens underlined in colour or, off a terminal, in [[ ]]."""
+    text = Text(f"document {number}: {len(row.input_ids)} tokens, {int(row.loss_mask.sum())} supervised\n")
+    pairs = zip(row.loss_mask.tolist(), row.input_ids.tolist(), strict=True)
+    for supervised, run in groupby(pairs, key=lambda pair: pair[0]):
+        piece = decode(tokenizer, [token for _, token in run])
+        if supervised and console.is_terminal:
+            text.append(piece, style="underline green")
+        else:
+            text.append(f"[[{piece}]]" if supervised else piece)
+    console.print(text, soft_wrap=True)

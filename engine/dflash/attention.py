@@ -1,0 +1,169 @@
+"""Attention of blocks to context and to themselves, on two backends that agree.
+
+`dense` runs on any device: a document's blocks are scored against that document alone, some at a
+time, so that its cost grows with documents and not with the packed row. `flex` is compiled
+FlexAttention over the whole row, for GPUs. Which one runs is settled once per run.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from engine.dflash.anchors import Anchors
+from engine.dflash.attention_mask import TILE, block_mask, dense_mask, visible_runs
+from engine.dflash.configuration import DrafterConfig
+from engine.errors import InputError
+
+Backend = Literal["dense", "flex"]
+
+BLOCKS_PER_PIECE = 32
+"""Blocks scored together by the dense backend; their mutual scores are computed and masked."""
+
+EAGER_FLEX_SCORES = 1 << 24
+"""Uncompiled FlexAttention holds every score; above this many per head it is refused."""
+
+Attention = Callable[[str, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(layer_type, q [Q, heads, d], context k and v [T, kv, d], block k and v [Q, kv, d]) → [Q, heads, d]"""
+
+
+def prepare_attention(
+    backend: Backend,
+    anchors: Anchors,
+    starts: Tensor,
+    context_length: int,
+    config: DrafterConfig,
+    device: torch.device,
+) -> Attention:
+    """Build the masks of one micro-batch and return the function that attends with them.
+
+    Args:
+        starts: int64 [documents] on the CPU, as in `PackedRow`.
+        context_length: T.
+        device: where queries and keys will lie.
+    """
+    prepare = _prepare_dense if backend == "dense" else _prepare_flex
+    return prepare(anchors, starts, context_length, config, device)
+
+
+@attrs.frozen
+class _Piece:
+    """Some blocks of one document, and the part of the context that any of them sees."""
+
+    queries: slice
+    context: slice
+    visible: dict[str, Tensor]
+    """Per layer type, bool [1, queries, context + queries]."""
+
+
+def _prepare_dense(
+    anchors: Anchors, starts: Tensor, context_length: int, config: DrafterConfig, device: torch.device
+) -> Attention:
+    size = config.block_size
+    runs = {
+        kind: visible_runs(anchors, starts, context_length, config, kind) for kind in set(config.layer_types)
+    }
+    begins = starts[anchors.document.clamp(min=0)].tolist()
+    slots, documents = anchors.slot.tolist(), anchors.document.tolist()
+    pieces = []
+    first = 0
+    while first < anchors.count:
+        last = first + 1
+        while (
+            last < anchors.count and documents[last] == documents[first] and last - first < BLOCKS_PER_PIECE
+        ):
+            last += 1
+        queries = slice(first * size, last * size)
+        used = documents[first] >= 0
+        context = slice(begins[first], slots[last - 1]) if used else slice(0, 0)
+        keys = torch.cat(
+            [
+                torch.arange(context.start, context.stop),
+                torch.arange(queries.start, queries.stop) + context_length,
+            ]
+        )
+        visible = {kind: dense_mask(run, queries, keys)[None].to(device) for kind, run in runs.items()}
+        pieces.append(_Piece(queries, context, visible))
+        first = last
+
+    def attend(
+        layer_type: str, q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor
+    ) -> Tensor:
+        out = []
+        for piece in pieces:
+            k = torch.cat([context_k[piece.context], block_k[piece.queries]])  # [keys, kv, d]
+            v = torch.cat([context_v[piece.context], block_v[piece.queries]])
+            out.append(_scaled_dot_product(q[piece.queries], k, v, piece.visible[layer_type]))
+        return torch.cat(out)
+
+    return attend
+
+
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    """q [Q, heads, d], k and v [K, kv, d], visible bool [1, Q, K] → [Q, heads, d]."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=visible[None],
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _prepare_flex(
+    anchors: Anchors, starts: Tensor, context_length: int, config: DrafterConfig, device: torch.device
+) -> Attention:
+    masks: dict[str, BlockMask] = {
+        kind: block_mask(visible_runs(anchors, starts, context_length, config, kind).to(device))
+        for kind in set(config.layer_types)
+    }
+    queries = anchors.count * config.block_size
+    padding = -queries % TILE
+    attention = flex_on(device, queries, context_length)
+
+    def attend(
+        layer_type: str, q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor
+    ) -> Tensor:
+        if padding:  # block sizes that do not divide the tile
+            q, block_k, block_v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, block_k, block_v))
+        k = torch.cat([context_k, block_k]).transpose(0, 1)[None]  # [1, kv, T + Q, d]
+        v = torch.cat([context_v, block_v]).transpose(0, 1)[None]
+        out = attention(q.transpose(0, 1)[None], k, v, block_mask=masks[layer_type], enable_gqa=True)
+        return out[0].transpose(0, 1)[:queries]
+
+    return attend
+
+
+def flex_on(device: torch.device, queries: int, context_length: int) -> Callable[..., Any]:
+    """FlexAttention for a device: compiled on a GPU; uncompiled, and only for small cases, on a CPU.
+
+    Raises:
+        InputError: the uncompiled form would hold more than `EAGER_FLEX_SCORES` scores per head.
+    """
+    if device.type == "cuda":
+        return _compiled_flex()
+    scores = queries * (context_length + queries)
+    if scores > EAGER_FLEX_SCORES:
+        raise InputError(
+            f"FlexAttention cannot be compiled on {device} and would hold {scores:,} scores per head "
+            f'(at most {EAGER_FLEX_SCORES:,} are allowed); use attention = "dense" there'
+        )
+    return flex_attention
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    """Compiled at the first call, not at import.
+
+    Each row length is a shape of its own, and a run has `token_budget / 1024` of them, more than
+    the compiler's default limit allows. With `fullgraph`, passing the limit is an error rather than
+    a fall back to the uncompiled form and its memory.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -1,0 +1,200 @@
+"""Cross-entropy of the blocks, weighted, with the vocabulary never held whole.
+
+The head is frozen, so all that the backward pass needs of a row of logits is its gradient with
+respect to one hidden vector. That vector, softmax(logits) - onehot(label) times the head, is
+formed while the logits of a few rows exist; nothing of the vocabulary's size survives the
+forward pass and nothing is computed twice. It is kept per row unweighted, because some
+objectives (D-PACE) know a row's weight only when the whole block's entropies are known.
+
+`L = Σ w·CE / Σ w` is a quotient of sums over every micro-batch and drafter of a step, so what is
+returned, and back-propagated, is the numerator; the optimizer divides once.
+"""
+
+import math
+from collections.abc import Callable
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.errors import ScheduleError
+
+BlockWeights = Callable[[Tensor, Tensor], Tensor]
+"""(cross_entropy float32 [N, B-1], detached; supervised bool [N, B-1]) → weights float32 [N, B-1]"""
+
+
+def decay_weights(gamma: float | None) -> BlockWeights:
+    """w_k = exp(-(k-1)/γ) on supervised slots; equal weights where γ is None."""
+
+    def weights(cross_entropy: Tensor, supervised: Tensor) -> Tensor:
+        k = torch.arange(cross_entropy.shape[1], device=cross_entropy.device)
+        decay = torch.ones_like(cross_entropy) if gamma is None else torch.exp(-k / gamma)
+        return decay * supervised
+
+    return weights
+
+
+def dpace_weights(alpha: float) -> BlockWeights:
+    """D-PACE (arXiv 2605.18810): a slot weighs as much as the tokens that stand or fall with it.
+
+    q_k = exp(-CE_k), s_k = (1-α) q_k + α (1 where unsupervised), C_k = Π_{j≤k} s_j and
+    w_k = Σ_{m≥k, m supervised} C_m.
+    """
+
+    def weights(cross_entropy: Tensor, supervised: Tensor) -> Tensor:
+        survival = (1 - alpha) * torch.exp(-cross_entropy) + alpha
+        reached = torch.where(supervised, survival, 1.0).cumprod(1) * supervised  # C_m of valid m
+        return reached.flip(1).cumsum(1).flip(1) * supervised
+
+    return weights
+
+
+def choose_weights(objective: str, *, gamma: float | None, dpace_alpha: float) -> BlockWeights:
+    """The weights of a schedule's `train.objective`."""
+    if objective == "decay":
+        return decay_weights(gamma)
+    if objective == "dpace":
+        return dpace_weights(dpace_alpha)
+    raise ScheduleError(f"train.objective = {objective!r}: known are 'decay' and 'dpace'")
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    """Per-row cross-entropy through a frozen head; see the module's opening."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: Tensor,
+        head: Tensor,
+        labels: Tensor,
+        chunk: int,
+        with_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows = hidden.shape[0]
+        cross_entropy = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+        predicted = torch.empty(rows, dtype=torch.int64, device=hidden.device)
+        gradient = torch.empty_like(hidden) if with_gradient else None
+        for start in range(0, rows, chunk):
+            part = slice(start, min(start + chunk, rows))
+            logits = F.linear(hidden[part], head).float()  # [chunk, V]
+            predicted[part] = logits.argmax(-1)
+            label = labels[part, None]
+            log_sum = logits.logsumexp(-1, keepdim=True)
+            cross_entropy[part] = (log_sum - logits.gather(1, label)).squeeze(1)
+            if gradient is not None:
+                probability = logits.sub_(log_sum).exp_()
+                probability.scatter_add_(1, label, torch.full_like(log_sum, -1.0))
+                gradient[part] = probability.to(head.dtype) @ head
+        ctx.mark_non_differentiable(predicted)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return cross_entropy, predicted
+
+    @staticmethod
+    def backward(ctx, grad_cross_entropy: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_cross_entropy[:, None]).to(gradient.dtype), None, None, None, None
+
+
+def head_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and argmax of `hidden @ headᵀ`, a chunk of rows at a time.
+
+    Args:
+        hidden: [rows, H]; differentiable.
+        head: [V, H], frozen: no gradient is formed for it.
+        labels: int64 [rows].
+        chunk: rows whose logits exist at one time; part of the numbers' meaning.
+
+    Returns:
+        cross_entropy: float32 [rows], differentiable. predicted: int64 [rows].
+    """
+    with_gradient = torch.is_grad_enabled() and hidden.requires_grad
+    return _HeadCrossEntropy.apply(hidden, head, labels, chunk, with_gradient)
+
+
+@attrs.frozen
+class BlockLoss:
+    """What the blocks of one micro-batch say about the drafter, on its device."""
+
+    loss_sum: Tensor
+    """Σ w·CE, float32 scalar; differentiable."""
+    weight_sum: Tensor
+    """Σ w, float32 scalar."""
+    right: Tensor
+    """bool [N, B-1]: a supervised slot whose argmax is its label."""
+    supervised: Tensor
+    """bool [N, B-1]."""
+
+
+def block_loss(
+    hidden: Tensor, head: Tensor, labels: Tensor, supervised: Tensor, *, weights: BlockWeights, chunk: int
+) -> BlockLoss:
+    """Loss and hits of N blocks. Slot 0, which predicts nothing, never reaches the head.
+
+    Args:
+        hidden: [N·B, H], the drafter's output.
+        head: [V, H]. labels: int64 [N, B-1]; supervised: bool [N, B-1]; all on hidden's device.
+    """
+    blocks, slots = labels.shape
+    rows = hidden.view(blocks, slots + 1, -1)[:, 1:].reshape(blocks * slots, -1)
+    cross_entropy, predicted = head_cross_entropy(rows, head, labels.flatten(), chunk)
+    cross_entropy = cross_entropy.view(blocks, slots)
+    w = weights(cross_entropy.detach(), supervised)
+    right = (predicted.view(blocks, slots) == labels) & supervised
+    return BlockLoss((w * cross_entropy).sum(), w.sum(), right, supervised)
+
+
+@attrs.define
+class BlockCounts:
+    """Sums behind the metrics of a step; numerators and denominators are added, never quotients.
+
+    The sums stay on the drafter's device; only reading a property waits for it.
+    """
+
+    loss_sum: Tensor
+    weight_sum: Tensor
+    right_by_slot: Tensor
+    supervised_by_slot: Tensor
+    prefix_sum: Tensor
+    anchors: int = 0
+
+    @classmethod
+    def zeros(cls, block_size: int, device: torch.device) -> "BlockCounts":
+        by_slot = torch.zeros(block_size - 1, dtype=torch.int64, device=device)
+        scalar = torch.zeros((), dtype=torch.float64, device=device)
+        return cls(scalar, scalar, by_slot, by_slot, by_slot.new_zeros(()))
+
+    def add(self, loss: BlockLoss, used: int) -> None:
+        """Take in one micro-batch of which the first `used` blocks hold an anchor."""
+        right = loss.right[:used]
+        self.loss_sum = self.loss_sum + loss.loss_sum.detach()
+        self.weight_sum = self.weight_sum + loss.weight_sum
+        self.right_by_slot = self.right_by_slot + right.sum(0)
+        self.supervised_by_slot = self.supervised_by_slot + loss.supervised[:used].sum(0)
+        self.prefix_sum = self.prefix_sum + leading_right(right).sum()
+        self.anchors += used
+
+    @property
+    def loss(self) -> float:
+        """Σ w·CE / Σ w in nats; NaN where nothing was supervised."""
+        return float(self.loss_sum / self.weight_sum)
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.right_by_slot.sum() / self.supervised_by_slot.sum())
+
+    @property
+    def accuracy_by_slot(self) -> list[float]:
+        """Share of right tokens at slots 1 … B-1; NaN where a slot was never supervised."""
+        return (self.right_by_slot / self.supervised_by_slot).tolist()
+
+    @property
+    def block_prefix(self) -> float:
+        """Mean number of leading right slots over the anchors, plus one."""
+        return 1 + float(self.prefix_sum) / self.anchors if self.anchors else math.nan
+
+
+def leading_right(right: Tensor) -> Tensor:
+    """How many slots of each block are right before the first that is not: bool [N, B-1] → int64 [N]."""
+    return right.long().cumprod(1).sum(1)

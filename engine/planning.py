@@ -1,0 +1,149 @@
+"""From a schedule to what a run would do, before anything expensive.
+
+Everything that can be found wrong by reading small files is found here: devices, target
+configuration, taps, mask id, documents, batches. `check` stops after it; `run` goes on.
+"""
+
+from pathlib import Path
+
+import attrs
+import torch
+
+from engine.builtin import resolve
+from engine.data.batches import BatchPlan
+from engine.data.documents import Documents, assert_disjoint, open_documents, split_by_answer
+from engine.devices import resolve_attention, resolve_devices
+from engine.dflash.attention import Backend
+from engine.dflash.configuration import FULL, DrafterConfig
+from engine.errors import ScheduleError
+from engine.randomness import stateless_hash
+from engine.schedule import Schedule
+from engine.schedule_checks import check_against_manifest, check_against_target
+from engine.target.configuration import TargetSummary, read_target_config
+
+
+@attrs.frozen(kw_only=True)
+class RunPlan:
+    """What a schedule comes to on this machine."""
+
+    schedule: Schedule
+    """With the defaults that depend on the target filled in."""
+    summary: TargetSummary
+    drafter_config: DrafterConfig
+    train: BatchPlan
+    held_out: BatchPlan | None
+    data_fingerprint: str
+    target_device: torch.device
+    drafter_device: torch.device
+    backend: Backend
+    total_steps: int
+    """Where the learning rate ends."""
+
+    @property
+    def target_folder(self) -> Path:
+        return resolve(self.schedule.target.path)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.schedule.drafter.dtype)
+
+
+def plan_run(schedule: Schedule) -> RunPlan:
+    """Resolve and check a schedule against its target, its documents and this machine.
+
+    Raises:
+        InputError: of the kind that fits; names key, value, finding and cure.
+    """
+    targets, drafters = resolve_devices(schedule.devices, micro_batches=schedule.train.micro_batches)
+    backend = resolve_attention(schedule.drafter.attention, drafters[0])
+    summary = read_target_config(resolve(schedule.target.path))
+    schedule = check_against_target(schedule, summary)
+    train, held_out = _open_data(schedule, summary)
+    plan = _batches(schedule, train)
+    micro_batches = plan.per_epoch * (schedule.run.epochs or 0)
+    total_steps = schedule.run.steps or micro_batches // schedule.train.micro_batches
+    if not total_steps:
+        raise ScheduleError(
+            f"train.micro_batches = {schedule.train.micro_batches}: run.epochs = {schedule.run.epochs} gives "
+            f"only {micro_batches} micro-batches, not one step; lower the first or raise the second"
+        )
+    return RunPlan(
+        schedule=schedule,
+        summary=summary,
+        drafter_config=drafter_config(schedule, summary),
+        train=plan,
+        held_out=_batches(schedule, _for_evaluation(held_out, schedule)) if held_out else None,
+        data_fingerprint=train.fingerprint,
+        target_device=torch.device(targets[0]),
+        drafter_device=torch.device(drafters[0]),
+        backend=backend,
+        total_steps=total_steps,
+    )
+
+
+def drafter_config(schedule: Schedule, summary: TargetSummary) -> DrafterConfig:
+    """The drafter of a schedule. From the target come only what the two must share."""
+    drafter = schedule.drafter
+    return DrafterConfig(
+        hidden_size=summary.hidden_size,
+        intermediate_size=drafter.intermediate_size,
+        heads=drafter.heads,
+        kv_heads=drafter.kv_heads,
+        head_dim=drafter.head_dim,
+        vocab_size=summary.vocab_size,
+        block_size=drafter.block_size,
+        target_layer_ids=drafter.target_layer_ids or (),
+        num_target_layers=summary.layers,
+        mask_token_id=drafter.mask_token_id,
+        layer_types=drafter.layer_types or (FULL,) * drafter.layers,
+        sliding_window=drafter.sliding_window,
+        is_causal=drafter.is_causal,
+        rope_theta=summary.rope_theta,
+        rms_norm_eps=summary.rms_norm_eps,
+        max_position_embeddings=summary.max_position_embeddings,
+        dtype=drafter.dtype,
+    )
+
+
+def _open_data(schedule: Schedule, summary: TargetSummary) -> tuple[Documents, Documents | None]:
+    def opened(path: str, key: str) -> Documents:
+        mask_token_id = schedule.drafter.mask_token_id
+        documents = open_documents(resolve(path), vocab_size=summary.vocab_size, mask_token_id=mask_token_id)
+        if documents.manifest:
+            check_against_manifest(
+                schedule,
+                documents.manifest.ids,
+                vocab_size=summary.vocab_size,
+                manifest_vocab_size=documents.manifest.vocab_size,
+                key=key,
+            )
+        return documents
+
+    documents = opened(schedule.data.path, "data.path")
+    if schedule.data.held_out is None:
+        return documents, None
+    if isinstance(schedule.data.held_out, float):
+        return split_by_answer(documents, schedule.data.held_out)
+    held_out = opened(schedule.data.held_out, "data.held_out")
+    assert_disjoint(documents, held_out)
+    return documents, held_out
+
+
+def _for_evaluation(held_out: Documents, schedule: Schedule) -> Documents:
+    """The first `max_eval_documents` in an order that depends on seed and content alone."""
+    limit = schedule.data.max_eval_documents
+    if limit is None or limit >= len(held_out):
+        return held_out
+    order = stateless_hash(schedule.run.seed, torch.from_numpy(held_out.content_ids)).argsort(stable=True)
+    return held_out.select(order[:limit].sort().values.numpy())
+
+
+def _batches(schedule: Schedule, documents: Documents) -> BatchPlan:
+    data = schedule.data
+    return BatchPlan(
+        documents,
+        token_budget=data.token_budget,
+        max_length=data.max_length,
+        length_bucket=data.length_bucket,
+        seed=schedule.run.seed,
+    )

@@ -1,0 +1,289 @@
+"""What a schedule may say: one attrs class per section, a docstring under each key.
+
+A schedule is a TOML file that holds a whole run: model, data, recipe and devices. It is read
+before anything expensive, so this module knows neither torch nor the target; what can only be
+judged against those is in `schedule_checks.py` and `devices.py`. Types and ranges stand in the
+fields' types, agreement between keys in `_disagreements`, and both list everything that is wrong
+rather than the first find. A schedule that was read is complete: `to_toml` gives the effective
+configuration, which reads back as the same schedule.
+"""
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import attrs
+
+from engine.errors import ScheduleError
+from engine.toml_tables import Bounds, apply_override, read_table, shown, toml_text
+
+Count = Annotated[int, Bounds(at_least=1)]
+CountOrZero = Annotated[int, Bounds(at_least=0)]
+Seed = Annotated[int, Bounds(at_least=0, at_most=2**63 - 1)]
+HeadSize = Annotated[int, Bounds(at_least=2, multiple_of=2)]
+BlockSize = Annotated[int, Bounds(at_least=2)]
+Positive = Annotated[float, Bounds(above=0)]
+PositiveOrZero = Annotated[float, Bounds(at_least=0)]
+Share = Annotated[float, Bounds(at_least=0, at_most=1)]
+ShareBelowOne = Annotated[float, Bounds(at_least=0, below=1)]
+Fraction = Annotated[float, Bounds(above=0, below=1)]
+
+Dtype = Literal["bfloat16", "float32"]
+LayerType = Literal["full_attention", "sliding_attention"]
+
+GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
+"""The decay constants that were tuned; for any other block size there is no default."""
+
+
+@attrs.frozen(kw_only=True)
+class Run:
+    """[run]: where results go, how long training lasts, what is reported when."""
+
+    output_dir: str = "runs"
+    """Each run makes a new folder `<output_dir>/<schedule>-<n>`; `latest` beside it points there."""
+    seed: Seed = 42
+    """Decides order, anchors, noise and fresh weights."""
+    epochs: Count | None = None
+    """Passes over the training documents. Either this or `steps`."""
+    steps: Count | None = None
+    """Optimizer steps. Either this or `epochs`; the learning rate ends with whichever is set."""
+    log_every: Count = 1
+    """Steps between two printed lines where there is no terminal."""
+    save_every: CountOrZero = 200
+    """Steps between two checkpoints; 0: only at the end."""
+    eval_every: CountOrZero = 0
+    """Steps between two evaluations on held-out text; 0: never while training."""
+    cpu_threads: Count = 1
+    """Threads of one CPU operation. A matrix product's last bits may depend on it."""
+
+
+@attrs.frozen(kw_only=True)
+class Target:
+    """[target]: the frozen model that is to be sped up."""
+
+    path: str
+    """A Hugging Face folder, or `builtin:tiny-hybrid`."""
+    init: Literal["checkpoint", "random"] = "checkpoint"
+    """`random`: weights from the configuration alone, for benchmarks."""
+    dtype: Dtype = "bfloat16"
+    """Of weights and activations, given at loading."""
+    trust_remote_code: bool = False
+    """Whether Python code inside the target's folder may run."""
+
+
+@attrs.frozen(kw_only=True)
+class Drafter:
+    """[drafter]: the model that is trained. Sizes are its own, never copied from the target."""
+
+    layers: Count = 5
+    """Number of decoder layers."""
+    layer_types: tuple[LayerType, ...] | None = None
+    """Attention of each layer; left out: all `full_attention`."""
+    sliding_window: Count | None = None
+    """A key is visible to a sliding layer when query position - key position is below this."""
+    heads: Count
+    """Query heads."""
+    kv_heads: Count
+    """Key and value heads; divides `heads`."""
+    head_dim: HeadSize
+    """Size of a head; even, because rotary embedding turns pairs."""
+    intermediate_size: Count
+    """Width of the SwiGLU MLP."""
+    block_size: BlockSize = 16
+    """Slots of a block, the anchor's own included."""
+    target_layer_ids: tuple[CountOrZero, ...] | None = None
+    """Tapped target layers, increasing, in [0, target layers - 2]; left out: spread evenly."""
+    mask_token_id: CountOrZero
+    """The token of every slot to be filled; neither pad, nor EOS, nor in the data."""
+    is_causal: bool | None = None
+    """Whether a block is causal inside; left out: sliding layers are, full ones are not."""
+    init: str = "fresh"
+    """`fresh`, or the folder of an exported drafter to go on from."""
+    dtype: Dtype = "bfloat16"
+    """Of the computation; master weights are float32 always."""
+    attention: Literal["auto", "dense", "flex"] = "auto"
+    """`dense` runs anywhere, `flex` on GPUs; `auto` takes flex where it can."""
+
+
+@attrs.frozen(kw_only=True)
+class Data:
+    """[data]: prepared documents and how they are batched."""
+
+    path: str
+    """A folder written by `prepare`, or Arrow or Parquet files with its columns."""
+    held_out: str | Fraction | None = None
+    """Documents for evaluation: a path, or the fraction of `path` to split off by answer."""
+    token_budget: Count = 8192
+    """Padded tokens of a micro-batch, at most."""
+    max_length: Count = 3072
+    """Tokens of a document; longer ones are cut at the end and counted."""
+    length_bucket: Count = 256
+    """Rows are padded to a multiple of this, so that few shapes occur."""
+    max_anchors: Count = 512
+    """Anchor slots of a micro-batch, used or not."""
+    max_eval_documents: Count | None = None
+    """Held-out documents to evaluate; left out: all."""
+
+
+@attrs.frozen(kw_only=True)
+class Train:
+    """[train]: objective and optimizer."""
+
+    lr: Positive = 6e-4
+    """Peak learning rate."""
+    min_lr: PositiveOrZero = 6e-5
+    """Where the cosine ends."""
+    warmup: ShareBelowOne = 0.04
+    """Share of all steps over which the learning rate rises."""
+    betas: tuple[ShareBelowOne, ShareBelowOne] = (0.9, 0.95)
+    """AdamW's decay of first and second moment."""
+    weight_decay: PositiveOrZero = 0.0
+    """AdamW's decoupled decay."""
+    clip: Positive = 1.0
+    """Largest norm of the whole gradient."""
+    objective: Literal["decay", "dpace"] = "decay"
+    """How slots are weighted: a fixed decay, or D-PACE's expected acceptance."""
+    gamma: Positive | None = None
+    """Decay constant of the slots; left out: 7, 5, 4 for block size 16, 10, 8."""
+    dpace_alpha: Share = 0.5
+    """D-PACE's smoothing towards certain acceptance."""
+    context_noise: PositiveOrZero = 0.0
+    """Scale of the noise added to the context features; 0: none."""
+    micro_batches: Count = 1
+    """Micro-batches per optimizer step, over all drafters."""
+    zero_taps: bool = False
+    """Train without context: the control that shows what the taps are worth."""
+    loss_chunk: Count = 1024
+    """Slots whose logits over the vocabulary exist at a time."""
+
+
+@attrs.frozen(kw_only=True)
+class Devices:
+    """[devices]: names such as "cpu" or "cuda:0", one lane each."""
+
+    targets: tuple[str, ...]
+    """Devices that run the target."""
+    drafters: tuple[str, ...]
+    """Devices that train the drafter; no more than `train.micro_batches`."""
+
+
+@attrs.frozen(kw_only=True)
+class Schedule:
+    """A whole schedule; `name` is the file's stem and no key of it."""
+
+    run: Run
+    target: Target
+    drafter: Drafter
+    data: Data
+    train: Train = attrs.field(factory=Train)
+    devices: Devices | Literal["auto"] = "auto"
+    """`devices = "auto"` above all tables, or a table."""
+    name: str = attrs.field(default="schedule", eq=False, metadata={"hidden": True})
+
+    def to_toml(self) -> str:
+        """The effective configuration, defaults included; reads back as an equal schedule."""
+        tables = {"devices": self.devices} | attrs.asdict(self, filter=attrs.filters.exclude("name"))
+        return toml_text(tables)
+
+
+def load_schedule(path: str | Path, overrides: Sequence[str] = ()) -> Schedule:
+    """Read a schedule and apply overrides such as `train.lr=3e-4` or `devices=auto`, in order.
+
+    Setting one of `run.epochs` and `run.steps` replaces the other where the file has it.
+
+    Raises:
+        ScheduleError: no such file, not TOML, or anything that `structure` refuses.
+    """
+    path = Path(path)
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ScheduleError(f"{path}: no such schedule; give the path of a TOML file") from None
+    except OSError as error:
+        raise ScheduleError(f"{path}: the schedule cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"{path}: not a TOML file: {error}") from None
+    changed = {apply_override(tables, override) for override in overrides}
+    for given, other in (("steps", "epochs"), ("epochs", "steps")):
+        if f"run.{given}" in changed and f"run.{other}" not in changed:
+            tables["run"].pop(other, None)
+    return structure(tables, name=path.stem)
+
+
+def structure(values: Mapping[str, Any], name: str = "schedule") -> Schedule:
+    """A schedule from nested dictionaries, as tomllib returns them.
+
+    Raises:
+        ScheduleError: everything that is wrong, one problem a line.
+    """
+    # A section left out is an empty one, so that its missing keys are named rather than itself.
+    required = [field.name for field in attrs.fields(Schedule) if field.default is attrs.NOTHING]
+    sections: dict[str, Any] = {section: {} for section in required}
+    schedule = attrs.evolve(read_table(sections | dict(values), Schedule), name=name)
+    if problems := list(_disagreements(schedule)):
+        raise ScheduleError("\n".join(problems))
+    if schedule.train.gamma is None and schedule.drafter.block_size in GAMMA_BY_BLOCK_SIZE:
+        gamma = GAMMA_BY_BLOCK_SIZE[schedule.drafter.block_size]
+        schedule = attrs.evolve(schedule, train=attrs.evolve(schedule.train, gamma=gamma))
+    return schedule
+
+
+def _disagreements(schedule: Schedule) -> Iterator[str]:
+    """Keys that are right each by itself and wrong together."""
+    run, data, train = schedule.run, schedule.data, schedule.train
+    if run.epochs is None and run.steps is None:
+        yield "run.epochs: missing, and so is run.steps; give one of the two"
+    if run.epochs is not None and run.steps is not None:
+        yield f"run.steps = {run.steps}: run.epochs = {run.epochs} is given too; keep one of the two"
+    yield from _drafter_disagreements(schedule.drafter)
+    row = math.ceil(data.max_length / data.length_bucket) * data.length_bucket
+    if row > data.token_budget:
+        yield (
+            f"data.max_length = {data.max_length}: a row is padded to {row} tokens, a multiple of "
+            f"data.length_bucket = {data.length_bucket}, and data.token_budget = {data.token_budget} "
+            "does not hold one; raise the budget or lower the length"
+        )
+    if train.min_lr > train.lr:
+        yield f"train.min_lr = {train.min_lr}: larger than train.lr = {train.lr}; lower it"
+    if train.objective == "decay" and train.gamma is None:
+        block_size = schedule.drafter.block_size
+        if block_size not in GAMMA_BY_BLOCK_SIZE:
+            yield (
+                f"train.gamma: missing; drafter.block_size = {block_size} has no default (known are "
+                f"{', '.join(map(str, GAMMA_BY_BLOCK_SIZE))}), so the schedule must give it"
+            )
+
+
+def _drafter_disagreements(drafter: Drafter) -> Iterator[str]:
+    if drafter.heads % drafter.kv_heads:
+        yield (
+            f"drafter.kv_heads = {drafter.kv_heads}: drafter.heads = {drafter.heads} is not a multiple "
+            "of it; each key head serves the same number of query heads"
+        )
+    types = drafter.layer_types or ("full_attention",) * drafter.layers
+    if len(types) != drafter.layers:
+        yield (
+            f"drafter.layer_types = {shown(types)}: names {len(types)} layers, and "
+            f"drafter.layers = {drafter.layers}; give one type per layer"
+        )
+    sliding = "sliding_attention" in types
+    if sliding and drafter.sliding_window is None:
+        yield "drafter.sliding_window: missing; a layer of drafter.layer_types is sliding_attention"
+    if not sliding and drafter.sliding_window is not None:
+        yield (
+            f"drafter.sliding_window = {drafter.sliding_window}: no layer is sliding_attention; "
+            "name some in drafter.layer_types or leave the window out"
+        )
+    if sliding and "full_attention" in types and drafter.is_causal is not None:
+        yield (
+            f"drafter.is_causal = {shown(drafter.is_causal)}: servers read no such key for a mix of "
+            "sliding and full layers (causal and bidirectional there); leave it out"
+        )
+    ids = drafter.target_layer_ids
+    if ids is not None and (not ids or any(b <= a for a, b in zip(ids, ids[1:], strict=False))):
+        yield (
+            f"drafter.target_layer_ids = {shown(ids)}: expected distinct layers in increasing order; "
+            "leave the key out for an even spread"
+        )

@@ -1,0 +1,151 @@
+"""The tile table against brute force, and every backend against every other."""
+
+import pytest
+import torch
+from blocks import row_of, run_blocks, shared_weights, small_config, small_drafter, taps_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.dflash.anchors import Anchors, anchors_at, draw_anchors
+from engine.dflash.attention import prepare_attention
+from engine.dflash.attention_mask import TILE, block_mask, dense_mask, visible_runs
+from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
+from engine.dflash.packing import PackedRow
+from engine.dflash.training import drafter_blocks
+from engine.errors import InputError
+
+
+def brute_force(row: PackedRow, anchors: Anchors, config: DrafterConfig, layer_type: str) -> Tensor:
+    """The contract's rules pair by pair, written without runs: bool [N·B, T + N·B]."""
+    size, count, length = config.block_size, anchors.count, row.length
+    block = torch.arange(count * size) // size
+    slot = torch.arange(count * size) % size
+    used = anchors.document[block] >= 0
+    q_position = anchors.position[block] + slot
+    same_document = row.document[None] == anchors.document[block][:, None]
+    context = same_document & (row.position[None] < anchors.position[block][:, None]) & used[:, None]
+    own = block[:, None] == block[None]
+    if layer_type == SLIDING:
+        window = config.sliding_window
+        context &= q_position[:, None] - row.position[None] < window
+        own &= slot[:, None] - slot[None] < window
+        if config.is_causal is not False:
+            own &= slot[None] <= slot[:, None]
+    return torch.cat([context, own], dim=1).view(count * size, length + count * size)
+
+
+cases = st.fixed_dictionaries(
+    {
+        "documents": st.lists(st.tuples(st.integers(1, 300), st.integers(0, 40)), min_size=1, max_size=5),
+        "block_size": st.sampled_from([2, 5, 8, 10, 16]),
+        "max_anchors": st.integers(1, 40),
+        "window": st.sampled_from([1, 3, 20, 150]),
+        "layer_type": st.sampled_from([FULL, SLIDING]),
+        "bidirectional": st.booleans(),
+        "epoch": st.integers(0, 3),
+    }
+)
+
+
+def built(case: dict) -> tuple[PackedRow, Anchors, DrafterConfig]:
+    row = row_of(*[(length, min(first, length)) for length, first in case["documents"]])
+    config = small_config(
+        block_size=case["block_size"],
+        layer_types=(case["layer_type"],),
+        sliding_window=case["window"],
+        is_causal=False if case["bidirectional"] and case["layer_type"] == SLIDING else None,
+    )
+    return row, draw_anchors(row, seed=1, epoch=case["epoch"], max_anchors=case["max_anchors"]), config
+
+
+@given(cases)
+@settings(max_examples=60, deadline=None)
+def test_dense_mask_equals_the_rules_pair_by_pair(case: dict) -> None:
+    row, anchors, config = built(case)
+    runs = visible_runs(anchors, row.starts, row.length, config, case["layer_type"])
+    queries = anchors.count * config.block_size
+    mask = dense_mask(runs, slice(0, queries), torch.arange(row.length + queries))
+    assert torch.equal(mask, brute_force(row, anchors, config, case["layer_type"]))
+    assert mask.any(1).all(), "a fully masked row"
+
+
+@given(cases)
+@settings(max_examples=60, deadline=None)
+def test_tile_table_equals_brute_force(case: dict) -> None:
+    row, anchors, config = built(case)
+    mask = block_mask(visible_runs(anchors, row.starts, row.length, config, case["layer_type"]))
+    pairs = brute_force(row, anchors, config, case["layer_type"])
+    padded = -(-pairs.shape[0] // TILE) * TILE
+    whole = torch.zeros(padded, row.length + padded, dtype=torch.bool)
+    whole[: pairs.shape[0], : pairs.shape[1]] = pairs
+    tail = torch.arange(pairs.shape[0], padded)
+    whole[tail, row.length + tail] = True  # rows past the last block see their own key
+    tiles = whole.view(padded // TILE, TILE, -1, TILE)
+    full, some = tiles.all(3).all(1), tiles.any(3).any(1)
+    assert torch.equal(table(mask.full_kv_num_blocks, mask.full_kv_indices), full)
+    assert torch.equal(table(mask.kv_num_blocks, mask.kv_indices), some & ~full)
+    assert torch.equal(table(mask.q_num_blocks, mask.q_indices), (some & ~full).T)
+    index = torch.arange(whole.shape[1])
+    for query in range(0, padded, 37):
+        seen = mask.mask_mod(None, None, torch.tensor(query), index)
+        assert torch.equal(seen, whole[query])
+
+
+def table(counts: Tensor, indices: Tensor) -> Tensor:
+    out = torch.zeros(indices.shape[2:], dtype=torch.bool)
+    for tile, count in enumerate(counts[0, 0].tolist()):
+        out[tile, indices[0, 0, tile, :count].long()] = True
+    return out
+
+
+@pytest.mark.parametrize("block_size", [4, 5])
+@pytest.mark.parametrize("layer_types", [(FULL,), (SLIDING,), (SLIDING, FULL)])
+def test_flex_and_dense_give_the_same_hidden_states(block_size: int, layer_types: tuple[str, ...]) -> None:
+    config = small_config(block_size=block_size, layer_types=layer_types)
+    row = row_of((90, 5), (40, 3))
+    anchors = draw_anchors(row, seed=3, epoch=0, max_anchors=30)
+    hidden = {}
+    with torch.no_grad():
+        for backend in ("dense", "flex"):
+            hidden[backend], _ = drafter_blocks(
+                small_drafter(config), shared_weights(), taps_of(row), row, anchors, backend=backend
+            )
+    used = anchors.used * block_size
+    torch.testing.assert_close(hidden["flex"][:used], hidden["dense"][:used], atol=2e-5, rtol=2e-5)
+
+
+def test_a_document_in_pieces_gives_the_same_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config()
+    row = row_of((200, 2))
+    slots = list(range(5, 150))
+    whole = run_blocks(config, row, taps_of(row), slots)
+    monkeypatch.setattr("engine.dflash.attention.BLOCKS_PER_PIECE", 7)
+    torch.testing.assert_close(run_blocks(config, row, taps_of(row), slots), whole)
+
+
+def test_uncompiled_flex_is_refused_above_a_small_size() -> None:
+    config = small_config(block_size=16)
+    row = row_of((1000, 2))
+    anchors = anchors_at(row, torch.arange(5, 400), 512)
+    with pytest.raises(InputError, match=r"scores per head.*dense"):
+        prepare_attention("flex", anchors, row.starts, row.length, config, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [8, 10, 16])
+def test_compiled_flex_equals_dense_forward_and_backward(block_size: int) -> None:
+    device = torch.device("cuda")
+    config = small_config(block_size=block_size)
+    row = row_of((900, 5), (40, 3), (500, 30))
+    anchors = draw_anchors(row, seed=3, epoch=0, max_anchors=100)
+    results = []
+    for backend in ("dense", "flex"):
+        drafter = small_drafter(config).to(device)
+        shared = shared_weights().to(device, torch.float32)
+        hidden, _ = drafter_blocks(drafter, shared, taps_of(row).to(device), row, anchors, backend=backend)
+        used = hidden[: anchors.used * block_size]
+        (used * torch.linspace(-1, 1, used.numel(), device=device).view_as(used)).sum().backward()
+        results.append((used, drafter.fc.weight.grad, drafter.layers[0].self_attn.k_proj.weight.grad))
+    for dense, flex in zip(*results, strict=True):
+        assert (dense - flex).abs().max() < 1e-3 * dense.abs().max()
