@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -99,6 +100,8 @@ def run(
 def assemble(plan: RunPlan, record_timing: Callable[[dict[str, Any]], None], console: Console) -> Training:
     """Load the target and make the drafter; nothing is written."""
     schedule = plan.schedule
+    # On a CPU it would say that packages are not installed, which they are; what runs is printed below.
+    transformers.logging.set_verbosity_error()
     target = load_target(
         plan.target_folder,
         target_layer_ids=plan.drafter_config.target_layer_ids,
@@ -109,8 +112,8 @@ def assemble(plan: RunPlan, record_timing: Callable[[dict[str, Any]], None], con
         seed=schedule.run.seed,
         progress=lambda line: console.print(line, markup=False, highlight=False),
     )
-    for operation, kernel in target.kernels().items():
-        console.print(f"{operation}: {kernel}", markup=False, highlight=False, style="dim")
+    kernels = "; ".join(f"{operation}: {kernel}" for operation, kernel in target.kernels().items())
+    console.print(f"kernels: {kernels}", markup=False, highlight=False)
     drafter = build_drafter(plan.drafter_config, plan.drafter_device, plan.compute_dtype)
     drafter.requires_grad_(True)
     if schedule.drafter.init == "fresh":
