@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from engine.errors import EngineError, OutOfMemory
+from engine.errors import EngineError, OutOfMemory, ScheduleError
 
 app = typer.Typer(
     help="Trains DFlash speculative-decoding drafters against a frozen target.",
@@ -89,6 +89,30 @@ def verify(
     from engine.verify import verify_files
 
     verify_files(files, device_name=device, attention=attention)
+
+
+@app.command("plugins")
+def plugins_command(
+    schedule: Annotated[Path | None, typer.Argument(metavar="[SCHEDULE]", help="with its plugins")] = None,
+    set_: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """Show which plugin answers which hook, in which order, and each plugin's options."""
+    import orjson
+    from rich.console import Console
+
+    from engine.plugin_host import load_plugins
+    from engine.plugin_report import describe_plugins, print_plugins
+    from engine.schedule import load_schedule
+
+    if schedule is None and set_:
+        raise ScheduleError("--set changes a schedule's keys; give the schedule too")
+    host = load_plugins(load_schedule(schedule, set_ or []).plugin if schedule else ())
+    if json:
+        described = orjson.dumps(describe_plugins(host), option=orjson.OPT_INDENT_2, default=str)
+        sys.stdout.write(described.decode() + "\n")
+    else:
+        print_plugins(host, Console())
 
 
 def main() -> None:

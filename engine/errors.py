@@ -4,6 +4,8 @@ A message says what was asked, what was found and what to do; it is read at nigh
 whose rented GPUs are idle.
 """
 
+import sys
+
 
 class EngineError(Exception):
     """Something inside the engine went wrong (exit code 1)."""
@@ -61,3 +63,11 @@ class DifferenceFound(EngineError):
     """A check ran to its end and found a difference (exit code 7)."""
 
     exit_code = 7
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host ran out of memory, whichever library says so."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()

@@ -1,8 +1,9 @@
 """What a schedule may say: one attrs class per section, a docstring under each key.
 
-A schedule is a TOML file that holds a whole run: model, data, recipe and devices. It is read
-before anything expensive, so this module knows neither torch nor the target; what can only be
-judged against those is in `schedule_checks.py` and `devices.py`. Types and ranges stand in the
+A schedule is a TOML file that holds a whole run: model, data, recipe, devices, stages and plugins. It
+is read before anything expensive, so this module knows neither torch nor the target; what can only be
+judged against those is in `schedule_checks.py` and `devices.py`, and a plugin's options by the plugin,
+when it is loaded (`plugin_host.py`). Types and ranges stand in the
 fields' types, agreement between keys in `_disagreements`, and both list everything that is wrong
 rather than the first find. A schedule that was read is complete: `to_toml` gives the effective
 configuration, which reads back as the same schedule.
@@ -17,7 +18,9 @@ from typing import Annotated, Any, Literal
 import attrs
 
 from engine.errors import ScheduleError
-from engine.toml_tables import Bounds, apply_override, read_table, shown, toml_text
+from engine.schedule_stages import DEFAULT_STAGES, Stage, credit_depth, stage_problems
+from engine.toml_tables import Bounds, read_table
+from engine.toml_text import apply_override, shown, toml_text
 
 Count = Annotated[int, Bounds(at_least=1)]
 CountOrZero = Annotated[int, Bounds(at_least=0)]
@@ -32,6 +35,7 @@ Fraction = Annotated[float, Bounds(above=0, below=1)]
 
 Dtype = Literal["bfloat16", "float32"]
 LayerType = Literal["full_attention", "sliding_attention"]
+Layout = Literal["sequential", "pipelined", "colocated"]
 
 GAMMA_BY_BLOCK_SIZE = {16: 7.0, 10: 5.0, 8: 4.0}
 """The decay constants that were tuned; for any other block size there is no default."""
@@ -143,8 +147,8 @@ class Train:
     """AdamW's decoupled decay."""
     clip: Positive = 1.0
     """Largest norm of the whole gradient."""
-    objective: Literal["decay", "dpace"] = "decay"
-    """How slots are weighted: a fixed decay, or D-PACE's expected acceptance."""
+    objective: str = "decay"
+    """How slots are weighted: `decay`, a fixed one; `dpace`, D-PACE's expected acceptance; or a plugin's."""
     gamma: Positive | None = None
     """Decay constant of the slots; left out: 7, 5, 4 for block size 16, 10, 8."""
     dpace_alpha: Share = 0.5
@@ -170,28 +174,62 @@ class Devices:
 
 
 @attrs.frozen(kw_only=True)
+class Serialize:
+    """[serialize]: which kernel launches are kept apart."""
+
+    launches: Literal["stage", "launch", "tune", "none"] = "stage"
+    """`stage`: a whole target forward at a time, over all lanes; `none`: nothing, for debugging."""
+
+
+@attrs.frozen(kw_only=True)
+class Plugin:
+    """[[plugin]]: a strategy of somebody's, and its own options."""
+
+    use: str
+    """A module such as `plugins.async_copy`, a file such as `./mine.py`, or an installed entry point."""
+    options: Mapping[str, Any] = attrs.field(factory=dict, metadata={"rest": True})
+    """Every other key of the table; the plugin's own class checks them when it is loaded."""
+
+
+@attrs.frozen(kw_only=True)
 class Schedule:
     """A whole schedule; `name` is the file's stem and no key of it."""
 
+    layout: Layout | None = None
+    """How `devices = "auto"` shares devices out; left out: `sequential`. None where devices are listed."""
+
+    devices: Devices | Literal["auto"] = "auto"
+    """`devices = "auto"` above all tables, or a table."""
     run: Run
     target: Target
     drafter: Drafter
     data: Data
     train: Train = attrs.field(factory=Train)
-    devices: Devices | Literal["auto"] = "auto"
-    """`devices = "auto"` above all tables, or a table."""
+    serialize: Serialize = attrs.field(factory=Serialize)
+    stage: tuple[Stage, ...] = DEFAULT_STAGES
+    """In order; left out altogether: the five."""
+    plugin: tuple[Plugin, ...] = ()
+    """In order of precedence."""
     name: str = attrs.field(default="schedule", eq=False, metadata={"hidden": True})
+
+    @property
+    def depth(self) -> int:
+        """How many micro-batches a drafter lane may have waiting."""
+        return credit_depth(self.stage)
 
     def to_toml(self) -> str:
         """The effective configuration, defaults included; reads back as an equal schedule."""
-        tables = {"devices": self.devices} | attrs.asdict(self, filter=attrs.filters.exclude("name"))
-        return toml_text(tables)
+        fields = attrs.fields(Schedule)
+        tables = attrs.asdict(self, filter=attrs.filters.exclude(fields.name, fields.plugin))
+        plugins = [{"use": plugin.use, **plugin.options} for plugin in self.plugin]
+        return toml_text(tables | ({"plugin": plugins} if plugins else {}))
 
 
 def load_schedule(path: str | Path, overrides: Sequence[str] = ()) -> Schedule:
     """Read a schedule and apply overrides such as `train.lr=3e-4` or `devices=auto`, in order.
 
-    Setting one of `run.epochs` and `run.steps` replaces the other where the file has it.
+    Setting one of `run.epochs` and `run.steps` replaces the other where the file has it, and so it is
+    with `layout` and a table of `devices`.
 
     Raises:
         ScheduleError: no such file, not TOML, or anything that `structure` refuses.
@@ -205,10 +243,17 @@ def load_schedule(path: str | Path, overrides: Sequence[str] = ()) -> Schedule:
         raise ScheduleError(f"{path}: the schedule cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScheduleError(f"{path}: not a TOML file: {error}") from None
+    if any(override.startswith("stage.") for override in overrides):
+        tables.setdefault("stage", [stage.table() for stage in DEFAULT_STAGES])
     changed = {apply_override(tables, override) for override in overrides}
     for given, other in (("steps", "epochs"), ("epochs", "steps")):
         if f"run.{given}" in changed and f"run.{other}" not in changed:
             tables["run"].pop(other, None)
+    if isinstance(tables.get("devices"), dict):
+        if "layout" not in changed and any(name.startswith("devices") for name in changed):
+            tables.pop("layout", None)
+        elif "layout" in changed and not any(name.startswith("devices") for name in changed):
+            tables["devices"] = "auto"
     return structure(tables, name=path.stem)
 
 
@@ -227,6 +272,8 @@ def structure(values: Mapping[str, Any], name: str = "schedule") -> Schedule:
     if schedule.train.gamma is None and schedule.drafter.block_size in GAMMA_BY_BLOCK_SIZE:
         gamma = GAMMA_BY_BLOCK_SIZE[schedule.drafter.block_size]
         schedule = attrs.evolve(schedule, train=attrs.evolve(schedule.train, gamma=gamma))
+    if schedule.devices == "auto" and schedule.layout is None:
+        schedule = attrs.evolve(schedule, layout="sequential")
     return schedule
 
 
@@ -244,6 +291,17 @@ def _disagreements(schedule: Schedule) -> Iterator[str]:
             f"data.max_length = {data.max_length}: a row is padded to {row} tokens, a multiple of "
             f"data.length_bucket = {data.length_bucket}, and data.token_budget = {data.token_budget} "
             "does not hold one; raise the budget or lower the length"
+        )
+    yield from stage_problems(schedule.stage)
+    if schedule.serialize.launches in ("launch", "tune"):
+        yield (
+            f"serialize.launches = {shown(schedule.serialize.launches)}: comes later; "
+            'use "stage", or "none" for debugging'
+        )
+    if schedule.layout is not None and schedule.devices != "auto":
+        yield (
+            f'layout = {shown(schedule.layout)}: shares out what devices = "auto" finds, and [devices] '
+            "lists its lanes itself; keep one of the two"
         )
     if train.min_lr > train.lr:
         yield f"train.min_lr = {train.min_lr}: larger than train.lr = {train.lr}; lower it"

@@ -15,7 +15,7 @@ import orjson
 
 from engine.errors import ScheduleError
 from engine.schedule import Drafter, Schedule
-from engine.toml_tables import shown
+from engine.toml_text import shown
 
 
 class TargetFacts(Protocol):

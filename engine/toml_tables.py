@@ -4,15 +4,12 @@ cattrs does the walking, because it already visits every field and collects the 
 them; what is replaced here are its leaves, which by default would turn "8k" into an error that
 nobody understands and `true` into 1. A field's range stands in its type (`Annotated[int,
 Bounds(at_least=1)]`), so wrong types and wrong ranges anywhere in a file are listed in one go, each
-with the full name of its key. The other direction, a value as TOML text, is small enough to write
-here; the standard library only reads.
+with the full name of its key. The other direction, a value as TOML text, is in `toml_text.py`.
 """
 
 import difflib
-import json
 import math
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -23,6 +20,7 @@ from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn
 
 from engine.errors import ScheduleError
+from engine.toml_text import shown, toml_value
 
 T = TypeVar("T")
 
@@ -64,37 +62,12 @@ class _Refused(Exception):
         self.continuations = continuations
 
 
-def toml_value(value: object) -> str:
-    """A string, number, truth value or list of them as TOML text."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
-    return str(value)
+class _RefusedItems(Exception):
+    """What is wrong with items of a list: (index, error) pairs."""
 
-
-def shown(value: object) -> str:
-    """`toml_value`, cut to a length that fits into an error message."""
-    text = toml_value(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def toml_text(tables: Mapping[str, Any]) -> str:
-    """A TOML file of plain values and one level of tables; None stands for a key left out."""
-    lines = [f"{key} = {toml_value(value)}" for key, value in tables.items() if not _is_table(value)]
-    for name, table in tables.items():
-        if _is_table(table):
-            lines += ["", f"[{name}]"] if lines else [f"[{name}]"]
-            lines += [f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None]
-    return "\n".join(lines) + "\n"
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Mapping)
+    def __init__(self, *items: tuple[int, Exception]) -> None:
+        super().__init__(*items)
+        self.items = items
 
 
 def read_table(values: Mapping[str, Any], cls: type[T]) -> T:
@@ -103,14 +76,15 @@ def read_table(values: Mapping[str, Any], cls: type[T]) -> T:
     Args:
         values: what tomllib returned.
         cls: an attrs class; its fields are numbers, strings, truth values, `Literal`s, tuples,
-            attrs classes, unions of these, and numbers with `Bounds`.
+            attrs classes, unions of these, and numbers with `Bounds`. A field with the metadata
+            `rest` takes every key that the class does not have, as it stands.
 
     Raises:
         ScheduleError: every unknown key, missing key, wrong type and wrong range, one a line.
     """
     try:
         return _converter().structure(dict(values), cls)
-    except (ClassValidationError, _Refused) as error:
+    except (ClassValidationError, _Refused, _RefusedItems) as error:
         raise ScheduleError("\n".join(_problems(error, "", key_names(cls)))) from None
 
 
@@ -118,10 +92,10 @@ def key_names(cls: type, prefix: str = "") -> list[str]:
     """Full names of every key that a class knows, tables included: `train`, `train.lr`, …"""
     names = []
     for field in attrs.fields(cls):
-        if field.metadata.get("hidden"):
+        if field.metadata.get("hidden") or field.metadata.get("rest"):
             continue
         names.append(prefix + field.name)
-        for member in (field.type, *get_args(field.type)):
+        for member in (field.type, *get_args(field.type)):  # inside unions and tuples as well
             if isinstance(member, type) and attrs.has(member):
                 names += key_names(member, f"{prefix}{field.name}.")
     return names
@@ -130,7 +104,9 @@ def key_names(cls: type, prefix: str = "") -> list[str]:
 def unknown_key(name: str, known: Sequence[str]) -> str:
     """The message for a key that nobody reads, with the nearest one that somebody does."""
     table, _, key = name.rpartition(".")
-    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == table}
+    plain = re.sub(r"\[\d+\]", "", table)  # stage[1] has the keys of stage
+    own = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == plain]
+    siblings = {other: f"{table}.{other}" if table else other for other in own}
     elsewhere = {other.rpartition(".")[2]: other for other in known}
     for candidates, cutoff in ((siblings, 0.6), (elsewhere, 0.8)):
         if nearest := difflib.get_close_matches(key, candidates, n=1, cutoff=cutoff):
@@ -141,6 +117,9 @@ def unknown_key(name: str, known: Sequence[str]) -> str:
 def _problems(error: BaseException, where: str, known: Sequence[str]) -> Iterator[str]:
     if isinstance(error, _Refused):
         yield from (where + continuation for continuation in error.continuations)
+    elif isinstance(error, _RefusedItems):
+        for index, problem in error.items:
+            yield from _problems(problem, f"{where}[{index}]", known)
     elif isinstance(error, ClassValidationError):
         prefix = f"{where}." if where else ""
         with_field, about_the_table = error.group_exceptions()
@@ -193,14 +172,22 @@ def _is_finite(value: float) -> bool:
 
 def _table_hook(cls: type, converter: Converter) -> Hook:
     hidden: dict[str, Any] = {
-        field.name: override(omit=True) for field in attrs.fields(cls) if field.metadata.get("hidden")
+        field.name: override(omit=True)
+        for field in attrs.fields(cls)
+        if field.metadata.get("hidden") or field.metadata.get("rest")
     }
     inner: Hook = make_dict_structure_fn(cls, converter, **hidden)
+    names = {field.name for field in attrs.fields(cls)}
+    rest = next((field.name for field in attrs.fields(cls) if field.metadata.get("rest")), None)
 
     def structure(value: Any, hint: Any) -> Any:
         if not isinstance(value, Mapping):
             raise _Refused(f" = {shown(value)}: expected a table")
-        return inner(value, hint)
+        if rest is None:
+            return inner(value, hint)
+        table = inner({key: item for key, item in value.items() if key in names - {rest}}, hint)
+        others = {key: item for key, item in value.items() if key not in names - {rest}}
+        return attrs.evolve(table, **{rest: others})
 
     return structure
 
@@ -227,14 +214,15 @@ def _tuple_hook(hint: Any, converter: Converter) -> Hook:
             raise _Refused(f" = {shown(value)}: expected a list")
         if not open_ended and len(value) != len(items):
             raise _Refused(f" = {shown(value)}: expected a list of {len(items)} values, found {len(value)}")
-        structured, problems = [], []
+        structured: list[Any] = []
+        refused: list[tuple[int, Exception]] = []
         for index, item in enumerate(value):
             try:
                 structured.append(converter.structure(item, items[0 if open_ended else index]))
-            except _Refused as refused:
-                problems += [f"[{index}]{continuation}" for continuation in refused.continuations]
-        if problems:
-            raise _Refused(*problems)
+            except (ClassValidationError, _Refused, _RefusedItems) as error:
+                refused.append((index, error))
+        if refused:
+            raise _RefusedItems(*refused)
         return tuple(structured)
 
     return structure
@@ -307,34 +295,3 @@ def _is_tuple(hint: Any) -> bool:
 
 def _is_union(hint: Any) -> bool:
     return get_origin(hint) in (Union, UnionType)
-
-
-def apply_override(tables: dict[str, Any], setting: str) -> str:
-    """Set one key of nested tables from `section.key=value`; returns the key's full name.
-
-    The value is TOML; a bare word that is none (`cuda`, `data/train`) is taken as a string.
-
-    Raises:
-        ScheduleError: no `=`, a malformed name, or a value that starts like TOML and is not.
-    """
-    name, equals, text = setting.partition("=")
-    name, text = name.strip(), text.strip()
-    if not equals or not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name):
-        raise ScheduleError(f"override {setting!r}: expected section.key=value, such as train.lr=3e-4")
-    if not text:
-        raise ScheduleError(f'{name}: the override gives no value; for an empty string write {name}=""')
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
-        if text[0] in "\"'[{":
-            raise ScheduleError(f"{name}={text}: the value is not valid TOML: {error}") from None
-        parsed = {"value": text}
-    if set(parsed) != {"value"}:
-        raise ScheduleError(f"{name}={text!r}: an override sets one key")
-    *parents, key = name.split(".")
-    for parent in parents:
-        if not isinstance(tables.get(parent), dict):
-            tables[parent] = {}
-        tables = tables[parent]
-    tables[key] = parsed["value"]
-    return name

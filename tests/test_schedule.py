@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 from engine.devices import available_devices, resolve_attention, resolve_devices
 from engine.errors import ScheduleError
-from engine.schedule import Devices, Schedule, load_schedule, structure
+from engine.schedule import Devices, Layout, Schedule, load_schedule, structure
 from engine.schedule_checks import check_against_manifest, check_against_target
-from engine.toml_tables import toml_value
+from engine.schedule_stages import DEFAULT_STAGES, predecessors
+from engine.toml_text import toml_value
 
 MINIMAL: dict[str, dict[str, Any]] = {
     "run": {"steps": 10},
@@ -182,9 +184,9 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
         ({"trian": {"lr": 1e-4}}, "trian: unknown key; did you mean train?"),
         ({"lr": 1e-4}, "lr: unknown key; did you mean train.lr?"),
         ({"train": {"qqq": 1}}, "train.qqq: unknown key; known here are lr, min_lr"),
-        ({"serialize": {"launches": "tune"}}, "serialize: unknown key"),
-        ({"stage": [{"name": "pack"}]}, "stage: unknown key"),
-        ({"plugin": [{"use": "x"}]}, "plugin: unknown key"),
+        ({"serialise": {"launches": "stage"}}, "serialise: unknown key; did you mean serialize?"),
+        ({"stages": [{"name": "pack"}]}, "stages: unknown key; did you mean stage?"),
+        ({"plugins": [{"use": "x"}]}, "plugins: unknown key; did you mean plugin?"),
         ({"devices": {"targets": ["cpu"], "drafter": ["cpu"]}}, "devices.drafter: unknown key; did you mean"),
         # Missing keys.
         ({"target": {"path": None}}, "target.path: missing"),
@@ -208,7 +210,7 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
         ({"train": 3}, "train = 3: expected a table"),
         ({"devices": "cuda:0"}, 'devices = "cuda:0": expected a table or "auto"'),
         ({"devices": {"targets": "cpu", "drafters": ["cpu"]}}, 'devices.targets = "cpu": expected a list'),
-        ({"train": {"objective": "dpase"}}, '"decay" or "dpace"; did you mean "dpace"?'),
+        ({"train": {"objective": 1}}, "train.objective = 1: expected a string"),
         ({"target": {"dtype": "float16"}}, 'target.dtype = "float16": expected "bfloat16" or "float32"'),
         (
             {"drafter": {"layers": 1, "layer_types": ["sliding"]}},
@@ -240,6 +242,22 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
         ({"data": {"length_bucket": 0}}, "data.length_bucket = 0"),
         ({"data": {"max_length": 8000, "length_bucket": 5000}}, "a row is padded to 10000 tokens"),
         ({"drafter": {"block_size": 1}}, "drafter.block_size = 1: expected a whole number, at least 2"),
+        # Layout, serializer, plugins.
+        (
+            {"layout": "colocate"},
+            'layout = "colocate": expected "sequential" or "pipelined" or "colocated"; did',
+        ),
+        (
+            {"layout": "pipelined", "devices": {"targets": ["cpu"], "drafters": ["cpu"]}},
+            'layout = "pipelined": shares out what devices = "auto" finds, and [devices] lists',
+        ),
+        ({"serialize": {"launches": "tune"}}, 'serialize.launches = "tune": comes later; use "stage"'),
+        ({"serialize": {"launches": "launch"}}, 'serialize.launches = "launch": comes later; use "stage"'),
+        ({"serialize": {"launches": "stag"}}, 'did you mean "stage"?'),
+        ({"plugin": [{"slots": 2}]}, "plugin[0].use: missing"),
+        ({"plugin": [{"use": "a"}, {"use": 3}]}, "plugin[1].use = 3: expected a string"),
+        ({"plugin": {"use": "a"}}, 'plugin = {use = "a"}: expected a list'),
+        ({"plugin": ["plugins.decay"]}, 'plugin[0] = "plugins.decay": expected a table'),
         # Drafter sizes that cannot be.
         ({"drafter": {"kv_heads": 3}}, "drafter.kv_heads = 3: drafter.heads = 8 is not a multiple"),
         (
@@ -301,17 +319,203 @@ def test_reading_a_schedule_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
 
 
+# Stages and plugins
+
+
+def stages(**changes: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The five default stages as tables; `pack={"after": []}` adds keys, `pack=None` leaves it out."""
+    tables = []
+    for stage in DEFAULT_STAGES:
+        change = changes.get(stage.name.replace("-", "_"), {})
+        if change is not None:
+            tables.append({**stage.table(), **change})
+    return tables
+
+
+def test_a_schedule_without_stages_has_the_five_and_a_list_replaces_them() -> None:
+    schedule = schedule_with()
+    assert schedule.stage == DEFAULT_STAGES
+    assert [stage.name for stage in schedule.stage if stage.exclusive == "target-forward"] == [
+        "target-forward"
+    ]
+    assert [stage.name for stage in schedule.stage if stage.barrier] == ["optimizer"]
+    given = schedule_with(stage=stages(target_forward={"exclusive": "forward"}, transfer={"depth": 3}))
+    assert given.stage[0].exclusive == "forward" and given.depth == 3 and schedule.depth == 1
+    assert structure(tomllib.loads(given.to_toml())) == given
+
+
+def test_a_stage_comes_after_the_one_above_it_unless_it_says_otherwise() -> None:
+    assert list(predecessors(DEFAULT_STAGES).items()) == [
+        ("target-forward", ()),
+        ("pack", ("target-forward",)),
+        ("transfer", ("pack",)),
+        ("drafter-fwd-bwd", ("transfer",)),
+        ("optimizer", ("drafter-fwd-bwd",)),
+    ]
+    tables = [*stages()[:2], {"name": "count", "lane": "target", "after": ["target-forward"]}, *stages()[2:]]
+    tables[3]["after"] = ["pack", "count"]
+    before = predecessors(schedule_with(stage=tables).stage)
+    assert before["count"] == ("target-forward",) and before["transfer"] == ("pack", "count")
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        (stages() + stages()[1:2], 'stage[5].name = "pack": stands there twice'),
+        (stages(pack=None), 'stage: "pack" is missing; a schedule that names stages names all of'),
+        ([], 'stage: "target-forward" is missing'),
+        (stages(pack={"after": ["pack"]}), "a stage cannot come after itself"),
+        (
+            stages(pack={"after": ["taget-forward"]}),
+            'no stage "taget-forward"; did you mean "target-forward"?',
+        ),
+        (
+            stages(pack={"lane": "traget"}),
+            'stage[1].lane = "traget": expected "target" or "drafter"; did you mean',
+        ),
+        (stages(pack={"lane": "drafter"}), 'stage[1].lane = "drafter": pack runs on target lanes'),
+        (stages(pack={"lan": "target"}), "stage[1].lan: unknown key; did you mean stage[1].lane?"),
+        (
+            stages(pack={"barrier": True}),
+            "stage[1].barrier = true: pack runs once per micro-batch; write false",
+        ),
+        (
+            stages(optimizer={"barrier": False}),
+            "stage[4].barrier = false: optimizer runs once per step; write true",
+        ),
+        (
+            stages(pack={"depth": 2}),
+            "stage[1].depth = 2: pack takes nothing from another lane; give the depth to",
+        ),
+        (stages(transfer={"depth": 0}), "stage[2].depth = 0: expected a whole number, at least 1"),
+        ([{"name": "pack"}], "stage[0].lane: missing"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(tables: list[dict[str, Any]], words: str) -> None:
+    assert words in refusal(stage=tables)
+
+
+def test_plugins_keep_their_options_as_they_stand_and_round_trip() -> None:
+    tables = [
+        {"use": "plugins.async_copy", "slots": 3},
+        {"use": "./mine.py", "name": "x", "odd key": {"a b": [1.5, {"c": True}]}, "options": 1},
+    ]
+    schedule = schedule_with(plugin=tables)
+    assert [plugin.use for plugin in schedule.plugin] == ["plugins.async_copy", "./mine.py"]
+    assert schedule.plugin[0].options == {"slots": 3}
+    assert schedule.plugin[1].options["odd key"] == {"a b": [1.5, {"c": True}]}
+    assert schedule.plugin[1].options["options"] == 1
+    assert structure(tomllib.loads(schedule.to_toml())) == schedule
+
+
+def test_overrides_reach_stages_and_plugins_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(schedule_with(plugin=[{"use": "plugins.async_copy", "slots": 2}]).to_toml())
+    changed = load_schedule(path, ["stage.transfer.depth=2", "plugin.plugins.async_copy.slots=4"])
+    assert changed.depth == 2 and changed.plugin[0].options == {"slots": 4}
+    with pytest.raises(
+        ScheduleError, match=r'stage.transfr.depth: "transfr" is not there; there are target-for'
+    ):
+        load_schedule(path, ["stage.transfr.depth=2"])
+    bare = tmp_path / "bare.toml"
+    bare.write_text(path.read_text().partition("[[stage]]")[0])
+    assert load_schedule(bare, ["stage.transfer.depth=3"]).depth == 3
+    assert load_schedule(bare, ['plugin=[{use="plugins.split_fc"}]']).plugin[0].use == "plugins.split_fc"
+
+
+def test_setting_devices_replaces_the_files_layout_and_the_reverse(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(schedule_with(layout="pipelined").to_toml())
+    assert load_schedule(path, ["devices=auto"]).layout == "pipelined"
+    listed = load_schedule(path, ['devices={targets=["cpu"], drafters=["cpu"]}'])
+    assert listed.layout is None
+    path.write_text(listed.to_toml())
+    back = load_schedule(path, ["layout=colocated"])
+    assert (back.devices, back.layout) == ("auto", "colocated")
+
+
 # Devices
 
 
-def test_auto_takes_the_first_gpu_or_the_cpu() -> None:
-    assert resolve_devices("auto", ["cpu"], micro_batches=1) == (["cpu"], ["cpu"])
-    assert resolve_devices("auto", ["cpu", "cuda:0", "cuda:1"], micro_batches=1) == (["cuda:0"], ["cuda:0"])
+def named(numbers: str) -> list[str]:
+    return [f"cuda:{number}" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "layout", "targets", "drafters"),
+    [
+        (1, "sequential", "0", "0"),
+        (2, "sequential", "01", "01"),
+        (3, "sequential", "01", "2"),
+        (4, "sequential", "01", "23"),
+        (5, "sequential", "012", "34"),
+        (6, "sequential", "012", "345"),
+        (7, "sequential", "0123", "456"),
+        (8, "sequential", "0123", "4567"),
+        (1, "pipelined", "0", "0"),
+        (2, "pipelined", "0", "1"),
+        (3, "pipelined", "01", "2"),
+        (4, "pipelined", "012", "3"),
+        (5, "pipelined", "0123", "4"),
+        (6, "pipelined", "0123", "45"),
+        (7, "pipelined", "01234", "56"),
+        (8, "pipelined", "01234", "567"),
+        (1, "colocated", "0", "0"),
+        (3, "colocated", "012", "012"),
+        (8, "colocated", "01234567", "01234567"),
+    ],
+)
+def test_auto_shares_gpus_out_by_layout(gpus: int, layout: Layout, targets: str, drafters: str) -> None:
+    there = ["cpu", *named("01234567"[:gpus])]
+    resolved = resolve_devices("auto", there, micro_batches=8, layout=layout, kinds=same_kind)
+    assert resolved == (named(targets), named(drafters))
+
+
+def same_kind(names: Sequence[str]) -> dict[str, str]:
+    return dict.fromkeys(names, "one kind")
+
+
+@pytest.mark.parametrize(
+    ("layout", "lanes"), [("sequential", (2, 2)), ("pipelined", (2, 1)), ("colocated", (1, 1))]
+)
+def test_auto_without_a_gpu_opens_lanes_on_the_cpu(layout: Layout, lanes: tuple[int, int]) -> None:
+    targets, drafters = resolve_devices("auto", ["cpu"], micro_batches=2, layout=layout)
+    assert (targets, drafters) == (["cpu"] * lanes[0], ["cpu"] * lanes[1])
     assert "cpu" in available_devices()
-    assert resolve_devices(Devices(targets=("cpu",), drafters=("cpu",)), micro_batches=1) == (
-        ["cpu"],
-        ["cpu"],
+
+
+def test_auto_caps_drafters_at_the_micro_batches_of_a_step() -> None:
+    there = ["cpu", *named("01234567")]
+    for layout, targets in (("sequential", "0123"), ("pipelined", "01234"), ("colocated", "01234567")):
+        found = resolve_devices("auto", there, micro_batches=2, layout=layout, kinds=same_kind)  # type: ignore[arg-type]
+        assert found[0] == named(targets) and len(found[1]) == 2
+    assert resolve_devices("auto", ["cpu"], micro_batches=1) == (["cpu", "cpu"], ["cpu"])
+
+
+def test_a_device_may_be_named_more_than_once() -> None:
+    devices = Devices(targets=("cpu", "cuda:0", "cuda:0"), drafters=("cpu", "cpu"))
+    assert resolve_devices(devices, ["cpu", "cuda:0"], micro_batches=2) == (
+        ["cpu", "cuda:0", "cuda:0"],
+        ["cpu", "cpu"],
     )
+
+
+def test_gpus_of_two_kinds_in_one_run_are_refused_by_name() -> None:
+    kinds = {"cuda:0": "H200", "cuda:1": "H200", "cuda:2": "A10", "cuda:10": "A10"}
+    there = ["cpu", *kinds]
+
+    def resolve(targets: list[str], drafters: list[str]) -> object:
+        devices = Devices(targets=tuple(targets), drafters=tuple(drafters))
+        return resolve_devices(
+            devices, there, micro_batches=4, kinds=lambda names: {name: kinds[name] for name in names}
+        )
+
+    assert resolve(["cuda:0", "cuda:0", "cpu"], ["cuda:1"])
+    assert resolve(["cuda:10"], ["cuda:2", "cpu"])
+    with pytest.raises(ScheduleError, match="cuda:0 is H200, cuda:2 is A10, cuda:10 is A10"):
+        resolve(["cuda:10", "cuda:0"], ["cuda:2"])
+    with pytest.raises(ScheduleError, match="more than one kind"):
+        resolve_devices("auto", there, micro_batches=4, kinds=lambda _: kinds)
 
 
 @pytest.mark.parametrize(
@@ -322,8 +526,6 @@ def test_auto_takes_the_first_gpu_or_the_cpu() -> None:
         (["cpu"], ["CPU:0"], 'devices.drafters[0] = "CPU:0": expected a name'),
         (["cpu"], [], "devices.drafters = []: names no device"),
         (["cpu"], ["cpu", "cpu", "cpu"], "3 drafters share train.micro_batches = 2 per step"),
-        (["cpu", "cuda:0"], ["cpu"], "one loop of one target and one drafter; name one"),
-        (["cpu"], ["cpu", "cpu"], "one loop of one target and one drafter; name one"),
     ],
 )
 def test_devices_that_cannot_be_are_refused(targets: list[str], drafters: list[str], words: str) -> None:
@@ -337,6 +539,8 @@ def test_flex_attention_is_refused_on_a_cpu() -> None:
     assert resolve_attention("auto", "cpu") == "dense"
     assert resolve_attention("auto", "cuda:0") == "flex"
     assert resolve_attention("dense", "cuda:0") == "dense"
+    assert resolve_attention("auto", "cuda:0", "cuda:1") == "flex"
+    assert resolve_attention("auto", "cuda:0", "cpu") == "dense"  # one backend for all
     with pytest.raises(ScheduleError, match="no backward pass"):
         resolve_attention("flex", "cpu")
 
