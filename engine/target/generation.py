@@ -32,7 +32,7 @@ def greedy(
     cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ends = torch.as_tensor([eos] if isinstance(eos, int) else list(eos), device=prompts.device)
     answers: list[list[int]] = [[] for _ in range(prompts.shape[0])]
-    running = list(range(prompts.shape[0]))
+    running = set(range(prompts.shape[0]))
     cache, step_input = None, prompts
     for _ in range(max_new_tokens):
         output = model(step_input, use_cache=True, logits_to_keep=1, **{cache_name: cache})
@@ -42,7 +42,7 @@ def greedy(
         for row, token in enumerate(chosen.tolist()):
             if row in running:
                 answers[row].append(token)
-        running = [row for row in running if not ended[row]]
+        running = {row for row in running if not ended[row]}
         if not running:
             break
         # Ended rows ride along: taking rows out of a hybrid's cache costs more than it saves here.
