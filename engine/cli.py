@@ -3,7 +3,7 @@
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -57,16 +57,27 @@ def prepare(
     inputs: Annotated[list[Path], typer.Argument(metavar="JSONL…")],
     tokenizer: Annotated[str, typer.Option(help="a tokenizer's folder, or builtin:tiny-hybrid")],
     output: Annotated[Path, typer.Option(help="folder for the prepared documents")],
-    max_length: Annotated[int | None, typer.Option(min=2, help="drop longer conversations")] = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="cut longer ones at the end")] = None,
     held_out: Annotated[float | None, typer.Option(help="share split off by answer")] = None,
     show: Annotated[int, typer.Option(min=0, help="print this many rows, supervised tokens marked")] = 0,
     max_bad: Annotated[float, typer.Option(min=0, max=1, help="share of bad rows that stops it")] = 0.01,
+    answers: Annotated[
+        Literal["all", "last"], typer.Option(help="supervise all answers of a conversation, or the last")
+    ] = "all",
+    template: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="for the chat template, e.g. enable_thinking=false"),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what is in --output")] = False,
 ) -> None:
     """Turn JSONL conversations into documents for training."""
     from engine.builtin import resolve
     from engine.data.preparation import prepare as prepare_documents
+    from engine.toml_tables import apply_override
 
+    template_options: dict[str, Any] = {}
+    for option in template or []:
+        apply_override(template_options, option)
     prepare_documents(
         inputs,
         resolve(tokenizer),
@@ -75,6 +86,8 @@ def prepare(
         held_out=held_out,
         show=show,
         max_bad=max_bad,
+        answers=answers,
+        template_options=template_options,
         overwrite=overwrite,
     )
 

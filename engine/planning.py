@@ -11,6 +11,7 @@ import torch
 
 from engine.builtin import resolve
 from engine.data.batches import BatchPlan
+from engine.data.chat import load_tokenizer, tokenizer_fingerprint
 from engine.data.documents import Documents, assert_disjoint, open_documents, split_by_answer
 from engine.devices import resolve_attention, resolve_devices
 from engine.dflash.attention import Backend
@@ -115,6 +116,8 @@ def _open_data(schedule: Schedule, summary: TargetSummary) -> tuple[Documents, D
                 documents.manifest.ids,
                 vocab_size=summary.vocab_size,
                 manifest_vocab_size=documents.manifest.vocab_size,
+                tokenizer=_tokenizer_of(summary) if documents.manifest.tokenizer_fingerprint else None,
+                manifest_tokenizer=documents.manifest.tokenizer_fingerprint,
                 key=key,
             )
         return documents
@@ -127,6 +130,14 @@ def _open_data(schedule: Schedule, summary: TargetSummary) -> tuple[Documents, D
     held_out = opened(schedule.data.held_out, "data.held_out")
     assert_disjoint(documents, held_out)
     return documents, held_out
+
+
+def _tokenizer_of(summary: TargetSummary) -> str | None:
+    """Fingerprint of the target's tokenizer; None where its folder holds none, as for a bare shape."""
+    folder = Path(summary.folder)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    return tokenizer_fingerprint(load_tokenizer(folder))
 
 
 def _for_evaluation(held_out: Documents, schedule: Schedule) -> Documents:

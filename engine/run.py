@@ -6,6 +6,7 @@ no folder behind.
 """
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from engine.dflash.training import SharedWeights
 from engine.environment import environment
 from engine.errors import CheckpointError
 from engine.panel import Panel, make_panel
-from engine.plain import Training, evaluate_held_out, target_forward, train_step
+from engine.plain import Training, evaluate_held_out, peak_memory, target_forward, train_step
 from engine.planning import RunPlan, plan_run
 from engine.run_folder import RunFolder, create_run_folder
 from engine.schedule import Schedule
@@ -43,6 +44,10 @@ class RunResult:
     steps: int
     before: Evaluation | None
     after: Evaluation | None
+    tokens_per_s: float | None
+    """Median over the steps; the first ones compile and warm up."""
+    peak_memory: dict[str, float]
+    """Of allocated GPU memory, GB by device."""
 
 
 def run(
@@ -155,9 +160,11 @@ class _Reporter:
     panel: Panel
     last: int
     row: dict[str, Any] = attrs.field(factory=dict)
+    speeds: list[float] = attrs.field(factory=list)
 
     def step(self, row: dict[str, Any]) -> None:
         self.row = row
+        self.speeds.append(row["tokens_per_s"])
         self.folder.append_metrics(row)
         self.panel.step(row)
         self.status("running")
@@ -200,7 +207,15 @@ def _train(training: Training, folder: RunFolder, report: _Reporter, start: int,
         if checkpoint is None:
             raise CheckpointError(f"{folder.path}: nothing to do: the run is at step {start} of {last}")
         report.message(f"nothing to do: step {start} of {last} is already done")
-    return RunResult(folder=folder, checkpoint=checkpoint, steps=last, before=before, after=after)
+    return RunResult(
+        folder=folder,
+        checkpoint=checkpoint,
+        steps=last,
+        before=before,
+        after=after,
+        tokens_per_s=statistics.median(report.speeds) if report.speeds else None,
+        peak_memory=peak_memory(plan),
+    )
 
 
 def _sentence(evaluation: Evaluation) -> str:
@@ -241,4 +256,7 @@ def print_result(result: RunResult, console: Console) -> None:
             ]
             table.add_row(name.replace("_", " "), *figures)
         console.print(table)
+    if result.tokens_per_s:
+        memory = "".join(f", peak {gb:.1f} GB on {device}" for device, gb in result.peak_memory.items())
+        console.print(f"{result.tokens_per_s:,.0f} tokens/s (median step){memory}", highlight=False)
     console.print(f"checkpoint: {result.checkpoint}", markup=False, highlight=False, soft_wrap=True)

@@ -52,8 +52,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["file", "stream", "lz4", "parquet", "wide", "sliced", "two files"])
-def test_files_of_other_origin_open_as_the_same_documents(tmp_path: Path, kind: str) -> None:
+def test_files_of_other_origin_open_as_the_same_documents(tmp_path: Path, cache: Path, kind: str) -> None:
     rows = some_rows(40)
+    rows[7] = (rows[7][0], [1] * len(rows[7][0]))
+    rows[8] = (rows[8][0], [1] + [0] * (len(rows[8][0]) - 1))
     write_documents(tmp_path / "ours", rows)
     folder = tmp_path / "theirs"
     folder.mkdir()
@@ -79,6 +81,7 @@ def test_files_of_other_origin_open_as_the_same_documents(tmp_path: Path, kind: 
         write_file(folder / "a.arrow", table.slice(0, 17))
         pq.write_table(table.slice(17), folder / "b.parquet")
     ours, theirs = open_documents(tmp_path / "ours"), open_documents(folder)
+    assert cache.exists() == (kind in ("lz4", "parquet", "two files")), "what can be mapped is not copied"
     assert theirs.fingerprint == ours.fingerprint
     for name in ("lengths", "content_ids", "answer_ids", "first_labels"):
         assert np.array_equal(getattr(theirs, name), getattr(ours, name)), name

@@ -1,6 +1,7 @@
-"""What ships with the engine: a tiny trained target, conversations that it wrote, a large shape.
+"""What ships inside the package: a tiny trained target and conversations it wrote itself.
 
-A schedule names these as `builtin:…` wherever it would name a folder.
+A path that starts with `builtin:` in a schedule or on the command line names one of these. Nothing
+here imports torch, so looking a name up costs nothing.
 """
 
 from pathlib import Path
@@ -8,26 +9,28 @@ from pathlib import Path
 from engine.errors import InputError
 
 PREFIX = "builtin:"
+TINY_HYBRID = "builtin:tiny-hybrid"
+TRAIN = "builtin:conversations/train"
+HELD_OUT = "builtin:conversations/held_out"
+QWEN3_6_27B = "builtin:qwen3.6-27b"
+"""A configuration without weights, to measure with `target.init = "random"`."""
 
-FOLDERS = {
-    "tiny-hybrid": "tiny_hybrid",
-    "conversations/train": "conversations/train",
-    "conversations/held_out": "conversations/held_out",
-    "qwen3.6-27b": "qwen3_6_27b",
+_FOLDERS = {
+    TINY_HYBRID: "tiny_hybrid",
+    TRAIN: "conversations/train",
+    HELD_OUT: "conversations/held_out",
+    QWEN3_6_27B: "qwen3_6_27b",
 }
-"""Names and their folders. `qwen3.6-27b` is a configuration alone, for `target.init = "random"`."""
 
 
 def resolve(path: str) -> Path:
-    """The folder that a schedule's path means.
+    """The folder that `path` names: a built-in one, or `path` itself where it has no `builtin:`.
 
     Raises:
-        InputError: a `builtin:` name that there is not; names those there are.
+        InputError: there is no such built-in name; the message lists those there are.
     """
     if not path.startswith(PREFIX):
         return Path(path)
-    name = path.removeprefix(PREFIX)
-    if name not in FOLDERS:
-        known = ", ".join(PREFIX + known for known in FOLDERS)
-        raise InputError(f"{path}: nothing built in has that name; there are {known}")
-    return Path(__file__).parent / FOLDERS[name]
+    if path not in _FOLDERS:
+        raise InputError(f"{path}: no such built-in; there are {', '.join(_FOLDERS)}")
+    return Path(__file__).parent / _FOLDERS[path]

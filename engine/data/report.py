@@ -65,14 +65,15 @@ class Report:
         for reason, count in self.dropped.most_common():
             fate.add_row(f"dropped: {reason}", str(count))
         sizes = Table(title="documents written")
-        sizes.add_column("part")
-        for heading in ("documents", "tokens", "supervised", "shortest", "mean", "median", "95 %", "longest"):
-            sizes.add_column(heading, justify="right")
-        for part, manifest in self.manifests.items():
-            lengths = manifest.lengths
-            numbers = (manifest.documents, manifest.tokens, manifest.supervised_tokens, lengths.min)
-            more = (f"{lengths.mean:.0f}", lengths.median, lengths.p95, lengths.max)
-            sizes.add_row(part, *map(str, numbers), *map(str, more))
+        sizes.add_column("")
+        for part in self.manifests:
+            sizes.add_column(part, justify="right")
+        written = list(self.manifests.values())
+        for name in ("documents", "tokens", "supervised_tokens"):
+            sizes.add_row(name.replace("_", " "), *(str(getattr(manifest, name)) for manifest in written))
+        for name in ("min", "mean", "median", "p95", "max"):
+            numbers = (f"{getattr(manifest.lengths, name):.0f}" for manifest in written)
+            sizes.add_row(f"length, {name}", *numbers)
         return [fate, sizes]
 
 

@@ -86,6 +86,8 @@ class _HeadCrossEntropy(torch.autograd.Function):
                 probability = logits.sub_(log_sum).exp_()
                 probability.scatter_add_(1, label, torch.full_like(log_sum, -1.0))
                 gradient[part] = probability.to(head.dtype) @ head
+                del probability
+            del logits  # else the next chunk's logits are made beside this one's
         ctx.mark_non_differentiable(predicted)
         if gradient is not None:
             ctx.save_for_backward(gradient)

@@ -5,6 +5,7 @@ padding on the left would corrupt the recurrent states of a hybrid target, and p
 would stand between prompt and answer.
 """
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -27,19 +28,21 @@ def greedy(
     Returns:
         The new ids of each row, the end token included; a row without one reached the limit.
     """
+    # transformers renamed the argument: 5.24's models know both names and warn about the old one.
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     ends = torch.as_tensor([eos] if isinstance(eos, int) else list(eos), device=prompts.device)
     answers: list[list[int]] = [[] for _ in range(prompts.shape[0])]
-    running = list(range(prompts.shape[0]))
+    running = set(range(prompts.shape[0]))
     cache, step_input = None, prompts
     for _ in range(max_new_tokens):
-        output = model(step_input, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        output = model(step_input, use_cache=True, logits_to_keep=1, **{cache_name: cache})
+        cache = output[cache_name]
         chosen = output.logits[:, -1].argmax(-1)  # [rows]
         ended = torch.isin(chosen, ends).tolist()
         for row, token in enumerate(chosen.tolist()):
             if row in running:
                 answers[row].append(token)
-        running = [row for row in running if not ended[row]]
+        running = {row for row in running if not ended[row]}
         if not running:
             break
         # Ended rows ride along: taking rows out of a hybrid's cache costs more than it saves here.
