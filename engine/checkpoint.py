@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.dflash.export import write_drafter
 from engine.errors import CheckpointError
-from engine.plain import Training
 from engine.run_folder import RunFolder
+from engine.training_parts import TrainingParts
 from engine.whole_files import write_whole
 
 STATE = Path("training/state.safetensors")
@@ -30,9 +30,9 @@ DECIDING = ("target", "drafter", "data", "train")
 """Sections that decide what a step computes; a resumed run must not change them."""
 
 
-def save_checkpoint(folder: RunFolder, training: Training, step: int) -> Path:
+def save_checkpoint(folder: RunFolder, parts: TrainingParts, step: int) -> Path:
     """Write the checkpoint after `step` steps and make it the latest."""
-    plan = training.plan
+    plan = parts.plan
     cursor = {
         "step": step,
         "micro_batch": step * plan.schedule.train.micro_batches,
@@ -43,9 +43,9 @@ def save_checkpoint(folder: RunFolder, training: Training, step: int) -> Path:
     }
 
     def write(path: Path) -> None:
-        write_drafter(path, plan.drafter_config, training.masters.weights)
+        write_drafter(path, plan.drafter_config, parts.masters)
         (path / STATE.parent).mkdir()
-        state = {name: value.cpu().contiguous() for name, value in training.masters.state().items()}
+        state = {name: value.cpu().contiguous() for name, value in parts.state().items()}
         save_file(state, path / STATE)
         (path / CURSOR).write_bytes(orjson.dumps(cursor, option=orjson.OPT_INDENT_2))
 
@@ -55,19 +55,19 @@ def save_checkpoint(folder: RunFolder, training: Training, step: int) -> Path:
     return path
 
 
-def load_checkpoint(path: Path, training: Training) -> int:
+def load_checkpoint(path: Path, parts: TrainingParts) -> int:
     """Restore masters, moments and weights; returns the number of steps done.
 
     Raises:
         CheckpointError: the checkpoint is torn, or was trained by another recipe or on other data.
     """
     cursor = read_cursor(path)
-    if differences := drift(cursor, training):
+    if differences := drift(cursor, parts):
         raise CheckpointError(
             f"{path}: resuming would not continue that run; it differs in\n  " + "\n  ".join(differences)
         )
     try:
-        training.masters.load(load_file(path / STATE))
+        parts.load(load_file(path / STATE))
     except (SafetensorError, FileNotFoundError) as error:
         raise CheckpointError(f"{path / STATE}: cannot be read: {error}") from error
     return int(cursor["step"])
@@ -86,9 +86,9 @@ def read_cursor(path: Path) -> dict[str, Any]:
     return cursor
 
 
-def drift(cursor: dict[str, Any], training: Training) -> list[str]:
+def drift(cursor: dict[str, Any], parts: TrainingParts) -> list[str]:
     """What decides a step's numbers and is not as it was, one line each."""
-    plan = training.plan
+    plan = parts.plan
     now, then = tomllib.loads(plan.schedule.to_toml()), tomllib.loads(cursor["schedule"])
     lines = []
     for section in DECIDING:

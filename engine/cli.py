@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.errors import EngineError, OutOfMemory, ScheduleError
+from engine.errors import EngineError, OutOfMemory, ScheduleError, is_out_of_memory
 
 app = typer.Typer(
     help="Trains DFlash speculative-decoding drafters against a frozen target.",
@@ -30,26 +30,32 @@ def run_command(
     output: Annotated[Path | None, typer.Option(help="the run's folder")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run in --output")] = False,
+    force: Annotated[bool, typer.Option("--force", help="start although memory will not do")] = False,
 ) -> None:
     """Train a drafter."""
     from engine.run import run
     from engine.schedule import load_schedule
 
-    run(load_schedule(schedule, set_ or []), steps=steps, output=output, resume=resume, overwrite=overwrite)
+    run(
+        load_schedule(schedule, set_ or []),
+        steps=steps,
+        output=output,
+        resume=resume,
+        overwrite=overwrite,
+        force=force,
+    )
 
 
 @app.command()
 def check(schedule: ScheduleFile, set_: Overrides = None) -> None:
     """Check a schedule against target, data and devices, and print what it comes to; runs nothing."""
-    from rich.console import Console
-
     from engine.planning import plan_run
-    from engine.run import print_plan
+    from engine.report import print_plan, wide_console
     from engine.schedule import load_schedule
 
     plan = plan_run(load_schedule(schedule, set_ or []))
     sys.stdout.write(plan.schedule.to_toml())
-    print_plan(plan, Console(stderr=True))
+    print_plan(plan, wide_console())
 
 
 @app.command()
@@ -73,7 +79,7 @@ def prepare(
     """Turn JSONL conversations into documents for training."""
     from engine.builtin import resolve
     from engine.data.preparation import prepare as prepare_documents
-    from engine.toml_tables import apply_override
+    from engine.toml_text import apply_override
 
     template_options: dict[str, Any] = {}
     for option in template or []:
@@ -130,7 +136,10 @@ def plugins_command(
 
 def main() -> None:
     """Run a command; a failure's cause decides the exit code."""
+    from engine.plugin_host import register_installed_commands
+
     try:
+        register_installed_commands(app)
         app()
     except EngineError as error:
         sys.exit(_report(error))
@@ -148,11 +157,3 @@ def _report(error: EngineError) -> int:
         traceback.print_exc()
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
     return error.exit_code
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host ran out of memory, whichever library says so."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()

@@ -105,13 +105,15 @@ class PlainLines:
 
     def step(self, row: Row) -> None:
         step = row["step"]
-        left = self.remaining.after(step)
         evaluated = any(key in row for _, key, _ in _EVALUATION)
+        if "loss" not in row:  # an evaluation by itself
+            self.message(f"step {step}/{self.total_steps}  {_listed(_EVALUATION, row)}")
+            return
+        left = self.remaining.after(step)
         if step % self.log_every and step != self.total_steps and not evaluated:
             return
         columns = _COLUMNS + (_EVALUATION if evaluated else ())
-        figures = [f"{label} {_figure(row.get(key), form)}" for label, key, form in columns]
-        self.message(f"step {step}/{self.total_steps}  {'  '.join(figures)}  ETA {_duration(left)}")
+        self.message(f"step {step}/{self.total_steps}  {_listed(columns, row)}  ETA {_duration(left)}")
 
     def message(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -176,6 +178,10 @@ class LivePanel:
         if self.evaluation:
             lines.append(_figures(_EVALUATION, self.evaluation, f"at step {self.evaluation['step']}"))
         return Group(*lines)
+
+
+def _listed(columns: Sequence[tuple[str, str, str]], row: Row) -> str:
+    return "  ".join(f"{label} {_figure(row.get(key), form)}" for label, key, form in columns)
 
 
 def _figures(columns: Sequence[tuple[str, str, str]], row: Row, note: str = "") -> Table:

@@ -23,29 +23,27 @@ from torch import Tensor
 
 from engine.data.batches import BatchPlan, MicroBatch
 from engine.dflash.decoding import Evaluation, evaluate
-from engine.dflash.drafter import Drafter
-from engine.dflash.masters import Masters, learning_rate
-from engine.dflash.objective import BlockCounts, choose_weights
-from engine.dflash.packing import PackedRow, pack_row, pack_taps
-from engine.dflash.training import SharedWeights, training_loss
-from engine.errors import NonFinite
-from engine.planning import RunPlan
-from engine.target.loading import Target
+from engine.dflash.masters import learning_rate
+from engine.dflash.packing import PackedRow
+from engine.dflash.training import Packed, training_loss
+from engine.errors import EngineError, NonFinite
+from engine.training_parts import DrafterPart, TrainingParts, pack_micro_batch, step_row
 
 LANE = "plain"
 
 
 @attrs.frozen(kw_only=True)
-class Training:
-    """The parts of one run, loaded and in place."""
+class PlainLoop:
+    """Trains one target's drafter, one thing after another."""
 
-    plan: RunPlan
-    target: Target
-    shared: SharedWeights
-    drafter: Drafter
-    masters: Masters
+    parts: TrainingParts
+    """Of one drafter: several share the masters out, and one alone would update only its share."""
     record_timing: Callable[[dict[str, Any]], None]
     """Takes a row of timings.jsonl."""
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.parts.drafters) != 1:
+            raise EngineError(f"{len(self.parts.drafters)} drafters, and the plain loop trains one alone")
 
     @contextmanager
     def timed(self, stage: str, micro_batch: int | None, step: int, tokens: int = 0) -> Iterator[None]:
@@ -53,7 +51,7 @@ class Training:
         start = time.time()
         begin = time.perf_counter()
         yield
-        for device in {self.plan.target_device, self.plan.drafter_device}:
+        for device in self.parts.plan.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         elapsed = (time.perf_counter() - begin) * 1e3
@@ -62,7 +60,7 @@ class Training:
                 "stage": stage,
                 "lane": LANE,
                 "micro_batch": micro_batch,
-                "step": step,
+                "step": step + 1,
                 "start": start,
                 "waited_ms": 0.0,
                 "host_ms": elapsed,
@@ -72,131 +70,90 @@ class Training:
         )
 
 
-def target_forward(training: Training, batch: MicroBatch) -> list[Tensor]:
+def target_forward(parts: TrainingParts, batch: MicroBatch) -> list[Tensor]:
     """Taps of one micro-batch, each [rows, length, H] on the target's device."""
-    return training.target.forward_taps(batch.input_ids.to(training.plan.target_device))
+    target = parts.targets[0]
+    return target.forward_taps(batch.input_ids.to(target.device))
 
 
-def pack(training: Training, batch: MicroBatch, taps: list[Tensor]) -> tuple[PackedRow, Tensor]:
-    """The micro-batch as one row, with its taps [T, taps·H] where the drafter wants them."""
-    row = pack_row(batch.input_ids, batch.loss_mask, batch.lengths, batch.document_ids)
-    packed = pack_taps(taps, row)
-    if training.plan.schedule.train.zero_taps:
-        packed.zero_()
-    return row, packed.to(training.plan.drafter_device, training.plan.compute_dtype)
+def pack(parts: TrainingParts, batch: MicroBatch, taps: list[Tensor]) -> tuple[PackedRow, Packed]:
+    """The micro-batch as one row, its taps where the drafter wants them."""
+    row, packed = pack_micro_batch(parts, batch, taps)
+    device = parts.drafters[0].shared.lm_head.device
+    return row, tuple(tensor.to(device) for tensor in packed)
 
 
-def train_step(training: Training, step: int) -> dict[str, Any]:
+def train_step(loop: PlainLoop, step: int) -> dict[str, Any]:
     """Run optimizer step `step`, counted from 0, and return its row of metrics.jsonl.
 
     Raises:
         NonFinite: a gradient or the loss is not finite; nothing was updated.
     """
-    plan, schedule = training.plan, training.plan.schedule
+    parts, part, plan = loop.parts, loop.parts.drafters[0], loop.parts.plan
     begin = time.perf_counter()
-    done = step + 1
-    counts = BlockCounts.zeros(schedule.drafter.block_size, plan.drafter_device)
-    weights = _weights(plan)
-    tokens = padding = skipped = 0
-    first = step * schedule.train.micro_batches
-    for index in range(first, first + schedule.train.micro_batches):
+    part.begin_step()
+    first = step * plan.schedule.train.micro_batches
+    for index in range(first, first + plan.schedule.train.micro_batches):
         batch = plan.train.micro_batch(index)
-        with training.timed("target-forward", index, done, batch.tokens):
-            taps = target_forward(training, batch)
-        with training.timed("pack", index, done, batch.tokens):
-            row, packed = pack(training, batch, taps)
+        with loop.timed("target-forward", index, step, batch.tokens):
+            taps = target_forward(parts, batch)
+        with loop.timed("pack", index, step, batch.tokens):
+            row, packed = pack(parts, batch, taps)
             del taps
-        with training.timed("drafter-fwd-bwd", index, done, batch.tokens):
-            loss, anchors = training_loss(
-                training.drafter,
-                training.shared,
-                packed,
-                row,
-                seed=schedule.run.seed,
-                epoch=batch.epoch,
-                max_anchors=schedule.data.max_anchors,
-                context_noise=schedule.train.context_noise,
-                backend=plan.backend,
-                weights=weights,
-                chunk=schedule.train.loss_chunk,
-            )
-            loss.loss_sum.backward()
-            training.masters.accumulate()
-        counts.add(loss, anchors.used)
-        tokens += batch.tokens
-        padding += batch.padding
-        skipped += not anchors.used
-    lr = learning_rate(
-        step,
-        plan.total_steps,
-        lr=schedule.train.lr,
-        min_lr=schedule.train.min_lr,
-        warmup=schedule.train.warmup,
+        with loop.timed("drafter-fwd-bwd", index, step, batch.tokens):
+            forward_backward(parts, part, batch, row, packed)
+    with loop.timed("optimizer", None, step):
+        lr = step_learning_rate(parts, step)
+        norm = optimizer_step(part, step, lr=lr, clip=plan.schedule.train.clip)
+    row_of_step = step_row(parts, step, norm, lr, part.counts)
+    return row_of_step | {"tokens_per_s": part.tokens / (time.perf_counter() - begin)}
+
+
+def forward_backward(
+    parts: TrainingParts, part: DrafterPart, batch: MicroBatch, row: PackedRow, packed: Packed
+) -> None:
+    """Score a micro-batch's blocks and add their gradients to the drafter's sums."""
+    loss, anchors = training_loss(
+        part.drafter, part.shared, packed, row, epoch=batch.epoch, recipe=parts.recipe
     )
-    with training.timed("optimizer", None, done):
-        grad_norm = optimizer_step(training, counts, done, lr)
-    return {
-        "step": done,
-        "epoch": batch.epoch,
-        "loss": counts.loss,
-        "accuracy": counts.accuracy,
-        "accuracy_by_slot": counts.accuracy_by_slot,
-        "block_prefix": counts.block_prefix,
-        "lr": lr,
-        "grad_norm": grad_norm,
-        "tokens": tokens,
-        "padding": padding,
-        "tokens_per_s": tokens / (time.perf_counter() - begin),
-        "anchors": counts.anchors,
-        "skipped": skipped,
-        "peak_memory": peak_memory(plan),
-    }
+    loss.loss_sum.backward()
+    part.masters.accumulate()
+    part.counts.add(loss, anchors.used)
+    part.count(batch, anchors.used)
 
 
-def optimizer_step(training: Training, counts: BlockCounts, step: int, lr: float) -> float:
+def step_learning_rate(parts: TrainingParts, step: int) -> float:
+    """The learning rate of step `step`, counted from 0."""
+    train = parts.plan.schedule.train
+    return learning_rate(step, parts.plan.total_steps, lr=train.lr, min_lr=train.min_lr, warmup=train.warmup)
+
+
+def optimizer_step(part: DrafterPart, step: int, *, lr: float, clip: float) -> float:
     """Update from the accumulated gradients; a step without a supervised slot passes unchanged."""
-    weight_sum, loss_sum = float(counts.weight_sum), float(counts.loss_sum)
+    weight_sum = float(part.counts.weight_sum)
     if not weight_sum:
-        training.masters.discard()
+        part.masters.discard()
         return 0.0
-    if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
-        raise NonFinite(f"step {step}: the loss is {loss_sum}; nothing was updated")
+    check_loss(float(part.counts.loss_sum), step)
     try:
-        return training.masters.step(weight_sum, lr=lr, clip=training.plan.schedule.train.clip)
+        return part.masters.step(weight_sum, lr=lr, clip=clip)
     except NonFinite as error:
-        raise NonFinite(f"step {step}: {error}; nothing was updated") from error
+        raise NonFinite(f"step {step + 1}: {error}; nothing was updated") from error
 
 
-def evaluate_held_out(training: Training, batches: BatchPlan) -> Evaluation:
+def check_loss(loss_sum: float, step: int) -> None:
+    """Raise NonFinite unless the loss of step `step`, counted from 0, is finite."""
+    if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
+        raise NonFinite(f"step {step + 1}: the loss is {loss_sum}; nothing was updated")
+
+
+def evaluate_held_out(parts: TrainingParts, batches: BatchPlan) -> Evaluation:
     """Held-out loss and accepted length, every answer position scored once."""
-    schedule = training.plan.schedule
 
-    def packed() -> Iterator[tuple[PackedRow, Tensor]]:
+    def packed() -> Iterator[tuple[PackedRow, Packed]]:
         for index in range(batches.per_epoch):
             batch = batches.micro_batch(index)
-            yield pack(training, batch, target_forward(training, batch))
+            yield pack(parts, batch, target_forward(parts, batch))
 
-    return evaluate(
-        training.drafter,
-        training.shared,
-        packed(),
-        backend=training.plan.backend,
-        weights=_weights(training.plan),
-        anchors_at_once=schedule.data.max_anchors,
-        chunk=schedule.train.loss_chunk,
-    )
-
-
-def _weights(plan: RunPlan) -> Any:
-    train = plan.schedule.train
-    return choose_weights(train.objective, gamma=train.gamma, dpace_alpha=train.dpace_alpha)
-
-
-def peak_memory(plan: RunPlan) -> dict[str, float]:
-    """Peak of allocated GPU memory so far, GB (10^9 bytes) by device; empty on a CPU."""
-    devices = {plan.target_device, plan.drafter_device}
-    return {
-        str(device): torch.cuda.max_memory_allocated(device) / 1e9
-        for device in sorted(devices, key=str)
-        if device.type == "cuda"
-    }
+    part = parts.drafters[0]
+    return evaluate(part.drafter, part.shared, packed(), parts.recipe)

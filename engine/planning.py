@@ -1,7 +1,7 @@
 """From a schedule to what a run would do, before anything expensive.
 
-Everything that can be found wrong by reading small files is found here: devices, target
-configuration, taps, mask id, documents, batches. `check` stops after it; `run` goes on.
+Everything that can be found wrong by reading small files is found here: plugins, devices, stages,
+target configuration, taps, mask id, documents, batches. `check` stops after it; `run` goes on.
 """
 
 from pathlib import Path
@@ -12,14 +12,18 @@ import torch
 from engine.builtin import resolve
 from engine.data.batches import BatchPlan
 from engine.data.chat import load_tokenizer, tokenizer_fingerprint
-from engine.data.documents import Documents, assert_disjoint, open_documents, split_by_answer
+from engine.data.documents import Documents, assert_disjoint, split_by_answer
 from engine.devices import resolve_attention, resolve_devices
-from engine.dflash.attention import Backend
 from engine.dflash.configuration import FULL, DrafterConfig
+from engine.dflash.training import Recipe
 from engine.errors import ScheduleError
+from engine.memory_plan import MemoryPlan, plan_memory
+from engine.plugin_host import PluginHost, load_plugins
 from engine.randomness import stateless_hash
+from engine.runtime.graph import Graph, LaneSpec, StageSpec, build_graph
 from engine.schedule import Schedule
 from engine.schedule_checks import check_against_manifest, check_against_target
+from engine.schedule_stages import predecessors
 from engine.target.configuration import TargetSummary, read_target_config
 
 
@@ -29,14 +33,15 @@ class RunPlan:
 
     schedule: Schedule
     """With the defaults that depend on the target filled in."""
+    host: PluginHost
     summary: TargetSummary
     drafter_config: DrafterConfig
+    graph: Graph
+    recipe: Recipe
     train: BatchPlan
     held_out: BatchPlan | None
     data_fingerprint: str
-    target_device: torch.device
-    drafter_device: torch.device
-    backend: Backend
+    memory: MemoryPlan
     total_steps: int
     """Where the learning rate ends."""
 
@@ -48,6 +53,11 @@ class RunPlan:
     def compute_dtype(self) -> torch.dtype:
         return getattr(torch, self.schedule.drafter.dtype)
 
+    @property
+    def devices(self) -> list[torch.device]:
+        """Every device of the run, once."""
+        return [torch.device(name) for name in dict.fromkeys(lane.device for lane in self.graph.lanes)]
+
 
 def plan_run(schedule: Schedule) -> RunPlan:
     """Resolve and check a schedule against its target, its documents and this machine.
@@ -55,11 +65,28 @@ def plan_run(schedule: Schedule) -> RunPlan:
     Raises:
         InputError: of the kind that fits; names key, value, finding and cure.
     """
-    targets, drafters = resolve_devices(schedule.devices, micro_batches=schedule.train.micro_batches)
-    backend = resolve_attention(schedule.drafter.attention, drafters[0])
+    host = load_plugins(schedule.plugin)
+    targets, drafters = resolve_devices(
+        schedule.devices, micro_batches=schedule.train.micro_batches, layout=schedule.layout
+    )
+    graph = _graph(schedule, targets, drafters)
+    backend = resolve_attention(schedule.drafter.attention, *drafters)
     summary = read_target_config(resolve(schedule.target.path))
     schedule = check_against_target(schedule, summary)
-    train, held_out = _open_data(schedule, summary)
+    config = drafter_config(schedule, summary)
+    recipe = Recipe(
+        features=host.choose("make_feature_path", config=config),
+        weights=host.choose_named(
+            "make_objective", "train.objective", schedule.train.objective, train=schedule.train
+        ),
+        backend=backend,
+        attention=host.choose("make_attention", config=config),
+        chunk=schedule.train.loss_chunk,
+        max_anchors=schedule.data.max_anchors,
+        seed=schedule.run.seed,
+        context_noise=schedule.train.context_noise,
+    )
+    train, held_out = _open_data(schedule, summary, host)
     plan = _batches(schedule, train)
     micro_batches = plan.per_epoch * (schedule.run.epochs or 0)
     total_steps = schedule.run.steps or micro_batches // schedule.train.micro_batches
@@ -70,16 +97,37 @@ def plan_run(schedule: Schedule) -> RunPlan:
         )
     return RunPlan(
         schedule=schedule,
+        host=host,
         summary=summary,
-        drafter_config=drafter_config(schedule, summary),
+        drafter_config=config,
+        graph=graph,
+        recipe=recipe,
         train=plan,
         held_out=_batches(schedule, _for_evaluation(held_out, schedule)) if held_out else None,
         data_fingerprint=train.fingerprint,
-        target_device=torch.device(targets[0]),
-        drafter_device=torch.device(drafters[0]),
-        backend=backend,
+        memory=plan_memory(
+            schedule,
+            summary,
+            config,
+            targets=targets,
+            drafters=drafters,
+            depth=graph.depth,
+            shapes=plan.statistics().shapes,
+            split_fc=any(plugin.name == "plugins.split_fc" for plugin in host.plugins),
+        ),
         total_steps=total_steps,
     )
+
+
+def _graph(schedule: Schedule, targets: list[str], drafters: list[str]) -> Graph:
+    before = predecessors(schedule.stage)
+    stages = [
+        StageSpec(stage.name, stage.lane, before[stage.name], stage.exclusive, stage.barrier, stage.depth)
+        for stage in schedule.stage
+    ]
+    lanes = [LaneSpec("target", index, name) for index, name in enumerate(targets)]
+    lanes += [LaneSpec("drafter", index, name) for index, name in enumerate(drafters)]
+    return build_graph(stages, lanes, schedule.train.micro_batches)
 
 
 def drafter_config(schedule: Schedule, summary: TargetSummary) -> DrafterConfig:
@@ -106,10 +154,16 @@ def drafter_config(schedule: Schedule, summary: TargetSummary) -> DrafterConfig:
     )
 
 
-def _open_data(schedule: Schedule, summary: TargetSummary) -> tuple[Documents, Documents | None]:
+def _open_data(
+    schedule: Schedule, summary: TargetSummary, host: PluginHost
+) -> tuple[Documents, Documents | None]:
     def opened(path: str, key: str) -> Documents:
-        mask_token_id = schedule.drafter.mask_token_id
-        documents = open_documents(resolve(path), vocab_size=summary.vocab_size, mask_token_id=mask_token_id)
+        documents: Documents = host.choose(
+            "open_data_source",
+            path=path,
+            vocab_size=summary.vocab_size,
+            mask_token_id=schedule.drafter.mask_token_id,
+        )
         if documents.manifest:
             check_against_manifest(
                 schedule,

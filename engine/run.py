@@ -1,14 +1,15 @@
-"""A run from schedule to result: plan, load, train, evaluate, write.
+"""A run from schedule to result: plan, load, train on lanes, evaluate, write.
 
-The order is the order in which things may fail cheaply: the plan reads small files, the folder is
-made and probed, and only then are weights loaded. A run that fails before its first step leaves
-no folder behind.
+The order is the order in which things may fail cheaply: the plan reads small files, the memory that
+is free is compared with the memory that is needed, the folder is made and probed, and only then are
+weights loaded. A run that fails before its first step leaves no folder behind.
+
+Training goes in stretches of steps on the lanes. Between two stretches all lanes are idle, and this
+thread evaluates and saves; within one it writes the rows of finished steps.
 """
 
-import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,21 @@ import attrs
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
 
 from engine.checkpoint import load_checkpoint, save_checkpoint
 from engine.dflash.decoding import Evaluation
-from engine.dflash.drafter import build_drafter
-from engine.dflash.export import fill_drafter, read_drafter_config, read_drafter_weights
-from engine.dflash.masters import Masters
-from engine.dflash.training import SharedWeights
 from engine.environment import environment
 from engine.errors import CheckpointError
-from engine.panel import Panel, make_panel
-from engine.plain import Training, evaluate_held_out, peak_memory, target_forward, train_step
-from engine.planning import RunPlan, plan_run
+from engine.lanes import RunLanes, open_run_lanes
+from engine.memory_plan import check_fits, free_memory
+from engine.panel import make_panel
+from engine.plain import evaluate_held_out, target_forward
+from engine.planning import plan_run
+from engine.report import Reporter, print_plan, print_result, wide_console
 from engine.run_folder import RunFolder, create_run_folder
 from engine.schedule import Schedule
-from engine.target.loading import load_target
 from engine.target.taps import check_taps
+from engine.training_parts import TrainingParts, load_parts, peak_memory
 
 
 @attrs.frozen(kw_only=True)
@@ -57,6 +56,7 @@ def run(
     output: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    force: bool = False,
     console: Console | None = None,
 ) -> RunResult:
     """Train a drafter as a schedule says.
@@ -65,143 +65,97 @@ def run(
         steps: stop after this many steps; the learning rate still ends where the schedule says.
         output: the run's folder, instead of a new one in `run.output_dir`.
         resume: go on with the run in `output`. overwrite: remove it first.
+        force: go on although the memory plan says that it cannot fit.
 
     Raises:
         EngineError: of the kind that fits; its exit code is the command's.
     """
-    console = console or Console(stderr=True)
+    console = console or wide_console()
     torch.set_num_threads(schedule.run.cpu_threads)
     plan = plan_run(schedule)
     print_plan(plan, console)
+    check_fits(plan.memory, free_memory(plan.memory.devices), force)
     folder = create_run_folder(
         schedule.run.output_dir, schedule.name, output, resume=resume, overwrite=overwrite
     )
     try:
-        training = assemble(plan, folder.append_timings, console)
-        start = _restore(folder, training) if resume else 0
-        _check_first_taps(training)
+        # On a CPU it would say that packages are not installed, which they are; what runs is printed.
+        transformers.logging.set_verbosity_error()
+        parts = load_parts(plan, lambda line: console.print(line, markup=False, highlight=False))
+        start = _restore(folder, parts) if resume else 0
+        _check_first_taps(parts)
+        lanes = open_run_lanes(parts)
     except BaseException:  # whatever it was: a run without a first step is no run
         if not resume:
             folder.discard()
         raise
     folder.write_schedule(plan.schedule.to_toml())
-    folder.write_environment(environment() | {"kernels": training.target.kernels()})
+    folder.write_environment(environment() | {"kernels": parts.targets[0].kernels()})
     last = min(plan.total_steps, steps or plan.total_steps)
     panel = make_panel(last, console, log_every=schedule.run.log_every)
-    report = _Reporter(folder, panel, last)
+    report = Reporter(folder, panel, plan.host, last)
     try:
-        result = _train(training, folder, report, start, last)
+        plan.host.tell(
+            "run_started", schedule=plan.schedule, folder=folder.path, first_step=start, last_step=last
+        )
+        result = _train(parts, lanes, folder, report, start, last)
+        plan.host.tell("run_finished", step=last, folder=folder.path)
     except BaseException as error:
-        report.status("failed", error=f"{type(error).__name__}: {error}")
-        folder.log(f"failed: {type(error).__name__}: {error}")
+        report.failed(error, lanes.timings.drain())
+        plan.host.tell_failure(error)
         raise
     finally:
         panel.close()
     report.status("done")
-    print_result(result, console)
+    print_result(result.before, result.after, report, console)
+    if result.tokens_per_s:
+        memory = "".join(f", peak {gb:.1f} GB on {device}" for device, gb in result.peak_memory.items())
+        console.print(f"{result.tokens_per_s:,.0f} tokens/s (median step){memory}", highlight=False)
+    console.print(f"checkpoint: {result.checkpoint}", markup=False, highlight=False, soft_wrap=True)
     return result
 
 
-def assemble(plan: RunPlan, record_timing: Callable[[dict[str, Any]], None], console: Console) -> Training:
-    """Load the target and make the drafter; nothing is written."""
-    schedule = plan.schedule
-    # On a CPU it would say that packages are not installed, which they are; what runs is printed below.
-    transformers.logging.set_verbosity_error()
-    target = load_target(
-        plan.target_folder,
-        target_layer_ids=plan.drafter_config.target_layer_ids,
-        dtype=getattr(torch, schedule.target.dtype),
-        device=plan.target_device,
-        init=schedule.target.init,
-        trust_remote_code=schedule.target.trust_remote_code,
-        seed=schedule.run.seed,
-        progress=lambda line: console.print(line, markup=False, highlight=False),
-    )
-    kernels = "; ".join(f"{operation}: {kernel}" for operation, kernel in target.kernels().items())
-    console.print(f"kernels: {kernels}", markup=False, highlight=False)
-    drafter = build_drafter(plan.drafter_config, plan.drafter_device, plan.compute_dtype)
-    drafter.requires_grad_(True)
-    if schedule.drafter.init == "fresh":
-        drafter.initialise(schedule.run.seed)
-    else:
-        earlier = Path(schedule.drafter.init)
-        fill_drafter(drafter, read_drafter_weights(earlier, read_drafter_config(earlier)), str(earlier))
-    shared = SharedWeights(target.embed_tokens.detach(), target.lm_head.detach())
-    return Training(
-        plan=plan,
-        target=target,
-        shared=shared.to(plan.drafter_device, plan.compute_dtype),
-        drafter=drafter,
-        masters=Masters(drafter, betas=schedule.train.betas, weight_decay=schedule.train.weight_decay),
-        record_timing=record_timing,
-    )
-
-
-def _restore(folder: RunFolder, training: Training) -> int:
+def _restore(folder: RunFolder, parts: TrainingParts) -> int:
     checkpoint = folder.latest_checkpoint()
     if checkpoint is None:
         raise CheckpointError(f"{folder.path}: no checkpoint to resume from; start again with --overwrite")
-    step = load_checkpoint(checkpoint, training)
+    step = load_checkpoint(checkpoint, parts)
     folder.cut_metrics_after(step)
     return step
 
 
-def _check_first_taps(training: Training) -> None:
+def _check_first_taps(parts: TrainingParts) -> None:
     """Captured states are trusted once they were seen to be states, not zeros or constants."""
-    batch = training.plan.train.micro_batch(0)
-    check_taps(target_forward(training, batch), batch.lengths.tolist())
+    batch = parts.plan.train.micro_batch(0)
+    check_taps(target_forward(parts, batch), batch.lengths.tolist())
 
 
-@attrs.define
-class _Reporter:
-    """Feeds panel, metrics.jsonl and status.json from the same rows."""
-
-    folder: RunFolder
-    panel: Panel
-    last: int
-    row: dict[str, Any] = attrs.field(factory=dict)
-    speeds: list[float] = attrs.field(factory=list)
-
-    def step(self, row: dict[str, Any]) -> None:
-        self.row = row
-        self.speeds.append(row["tokens_per_s"])
-        self.folder.append_metrics(row)
-        self.panel.step(row)
-        self.status("running")
-
-    def message(self, text: str) -> None:
-        self.folder.log(text)
-        self.panel.message(text)
-
-    def status(self, state: str, **facts: Any) -> None:
-        figures = {key: self.row.get(key) for key in ("step", "loss", "tokens_per_s")}
-        self.folder.write_status(
-            {"state": state, "pid": os.getpid(), "time": time.time(), "last_step": self.last}
-            | figures
-            | facts
-        )
-
-
-def _train(training: Training, folder: RunFolder, report: _Reporter, start: int, last: int) -> RunResult:
-    plan, schedule = training.plan, training.plan.schedule
+def _train(
+    parts: TrainingParts, lanes: RunLanes, folder: RunFolder, report: Reporter, start: int, last: int
+) -> RunResult:
+    plan, schedule = parts.plan, parts.plan.schedule
     before = after = None
     report.status("running")
     if plan.held_out and not start:
-        before = evaluate_held_out(training, plan.held_out)
-        folder.append_metrics({"step": 0, **before.row()})
-        report.message(f"before training: {_sentence(before)}")
+        before = evaluate_held_out(parts, plan.held_out)
+        report.evaluated(0, before.row())
     checkpoint = None
-    for step in range(start, last):
-        done = step + 1
-        row = train_step(training, step)
-        at_end = done == last
-        if plan.held_out and (at_end or (schedule.run.eval_every and done % schedule.run.eval_every == 0)):
-            after = evaluate_held_out(training, plan.held_out)
-            row |= after.row()
-        report.step(row)
-        if at_end or (schedule.run.save_every and done % schedule.run.save_every == 0):
-            checkpoint = save_checkpoint(folder, training, done)
-            folder.log(f"checkpoint {checkpoint.name}")
+    step = start
+    while step < last:
+        end = min(last, _next_stop(step, schedule.run.eval_every), _next_stop(step, schedule.run.save_every))
+        clock = _StepClock()
+
+        def finished(done: int, rows: list[Any], clock: _StepClock = clock) -> None:
+            report.step(rows[0] | {"tokens_per_s": clock.speed(rows[0]["tokens"])}, lanes.timings.drain())
+
+        step = lanes.scheduler.run(step, end, finished)
+        report.timings(lanes.timings.flush())
+        if plan.held_out and (step == last or _due(step, schedule.run.eval_every)):
+            after = evaluate_held_out(parts, plan.held_out)
+            report.evaluated(step, after.row())
+        if step == last or _due(step, schedule.run.save_every):
+            checkpoint = save_checkpoint(folder, parts, step)
+            report.checkpoint(step, checkpoint)
     if checkpoint is None:
         checkpoint = folder.latest_checkpoint()
         if checkpoint is None:
@@ -214,49 +168,26 @@ def _train(training: Training, folder: RunFolder, report: _Reporter, start: int,
         before=before,
         after=after,
         tokens_per_s=statistics.median(report.speeds) if report.speeds else None,
-        peak_memory=peak_memory(plan),
+        peak_memory=peak_memory(plan.devices),
     )
 
 
-def _sentence(evaluation: Evaluation) -> str:
-    return (
-        f"accepted length {evaluation.accepted_length:.2f}, held-out loss {evaluation.held_out_loss:.4f} "
-        f"over {evaluation.documents} held-out documents"
-    )
+class _StepClock:
+    """Speed of a step: its tokens over the time since the one before it was finished."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def speed(self, tokens: int) -> float:
+        now = time.perf_counter()
+        elapsed, self.last = now - self.last, now
+        return tokens / elapsed
 
 
-def print_plan(plan: RunPlan, console: Console) -> None:
-    """What is about to happen: devices, sizes, steps, batches."""
-    config = plan.drafter_config
-    console.print(
-        f"target {plan.summary.model_type}, {plan.summary.layers} layers, "
-        f"taps {list(config.target_layer_ids)}, on {plan.target_device}; drafter {config.layers} layers, "
-        f"block {config.block_size}, on {plan.drafter_device}, attention {plan.backend}; "
-        f"{plan.total_steps} steps",
-        markup=False,
-        highlight=False,
-    )
-    for name, batches in (("training", plan.train), ("held out", plan.held_out)):
-        if batches:
-            table = batches.statistics().table()
-            table.title = f"{name}: {table.title}"
-            console.print(table)
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
 
 
-def print_result(result: RunResult, console: Console) -> None:
-    """Held-out loss and accepted length before and after, and where the checkpoint is."""
-    if result.after:
-        table = Table(title="held-out documents")
-        for heading in ("", "before", "after"):
-            table.add_column(heading, justify="right" if heading else "left")
-        for name in ("accepted_length", "held_out_loss", "accuracy", "block_prefix"):
-            figures = [
-                f"{getattr(evaluation, name):.4f}" if evaluation else "–"
-                for evaluation in (result.before, result.after)
-            ]
-            table.add_row(name.replace("_", " "), *figures)
-        console.print(table)
-    if result.tokens_per_s:
-        memory = "".join(f", peak {gb:.1f} GB on {device}" for device, gb in result.peak_memory.items())
-        console.print(f"{result.tokens_per_s:,.0f} tokens/s (median step){memory}", highlight=False)
-    console.print(f"checkpoint: {result.checkpoint}", markup=False, highlight=False, soft_wrap=True)
+def _next_stop(step: int, every: int) -> int:
+    """The next step after `step` that is a multiple of `every`; far away where it is 0."""
+    return (step // every + 1) * every if every else 1 << 62

@@ -12,7 +12,7 @@ folder is never emptied of what no run wrote.
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,10 @@ class RunFolder:
         """Append a row to metrics.jsonl; `step` is the number of optimizer steps done with it."""
         self._append("metrics.jsonl", _json(row) + b"\n")
 
-    def append_timings(self, row: Mapping[str, Any]) -> None:
-        """Append a row to timings.jsonl."""
-        self._append("timings.jsonl", _json(row) + b"\n")
+    def append_timings(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append rows to timings.jsonl."""
+        if rows:
+            self._append("timings.jsonl", b"".join(_json(row) + b"\n" for row in rows))
 
     def log(self, line: str) -> None:
         """Append a line to run.log, with the local time before it."""

@@ -25,10 +25,11 @@ from engine.dflash.attention import Backend
 from engine.dflash.configuration import DrafterConfig
 from engine.dflash.drafter import build_drafter
 from engine.dflash.export import fill_drafter
-from engine.dflash.objective import block_loss, choose_weights
+from engine.dflash.objective import BlockWeights, block_loss, decay_weights, dpace_weights
 from engine.dflash.packing import PackedRow, pack_row, pack_taps
-from engine.dflash.training import SharedWeights, drafter_blocks
+from engine.dflash.training import Recipe, SharedWeights, drafter_blocks
 from engine.errors import DifferenceFound, InputError
+from plugins.concat import ConcatenatedTaps
 
 FORWARD_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 GRADIENT_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
@@ -112,6 +113,12 @@ def pack_reference(reference: Reference) -> tuple[PackedRow, Tensor, Anchors, Te
     return row, pack_taps(taps, row), anchors_at(row, slots[order], slots.numel()), order
 
 
+def _weights(objective: dict[str, Any]) -> BlockWeights:
+    if objective["loss"] == "dpace":
+        return dpace_weights(objective["dpace_alpha"])
+    return decay_weights(objective["gamma"])
+
+
 def compare(path: Path, *, device: torch.device, backend: Backend) -> Comparison:
     """Recompute one reference in float32 on a device and a backend."""
     reference = read_reference(path)
@@ -125,18 +132,23 @@ def compare(path: Path, *, device: torch.device, backend: Backend) -> Comparison
     with_gradients = not (device.type == "cpu" and backend == "flex")
     drafter.requires_grad_(with_gradients)
     shared = SharedWeights(tensors["embed_tokens"].to(device), tensors["lm_head"].to(device))
-    hidden, blocks = drafter_blocks(drafter, shared, taps.to(device), row, anchors, backend=backend)
+    recipe = Recipe(
+        features=ConcatenatedTaps(config.hidden_size),
+        weights=_weights(objective),
+        backend=backend,
+        chunk=64,
+        max_anchors=anchors.count,
+        seed=0,
+    )
+    context = recipe.features.context(drafter, (taps.to(device),))
+    hidden, blocks = drafter_blocks(drafter, shared, context, row, anchors, recipe)
     result = block_loss(
         hidden,
         shared.lm_head,
         blocks.labels.to(device),
         blocks.supervised.to(device),
-        weights=choose_weights(
-            {"dflash": "decay", "dpace": "dpace"}[objective["loss"]],
-            gamma=objective["gamma"],
-            dpace_alpha=objective["dpace_alpha"],
-        ),
-        chunk=64,
+        weights=recipe.weights,
+        chunk=recipe.chunk,
     )
     # The reference's D-PACE divides by its number of documents, everything else by Σ w.
     divisor = row.document_ids.numel() if objective["loss"] == "dpace" else result.weight_sum

@@ -6,8 +6,10 @@ from torch import Tensor
 from engine.dflash.anchors import Anchors, anchors_at
 from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
 from engine.dflash.drafter import Drafter, build_drafter
+from engine.dflash.objective import decay_weights
 from engine.dflash.packing import PackedRow, pack_row
-from engine.dflash.training import SharedWeights, drafter_blocks
+from engine.dflash.training import Recipe, SharedWeights, drafter_blocks
+from plugins.concat import ConcatenatedTaps
 
 VOCAB, HIDDEN, TAPS = 61, 32, 2
 CPU = torch.device("cpu")
@@ -68,13 +70,26 @@ def taps_of(row: PackedRow, seed: int = 3) -> Tensor:
     return taps * (row.document >= 0)[:, None]
 
 
+def recipe_of(**changes: object) -> Recipe:
+    settings: dict[str, object] = dict(
+        features=ConcatenatedTaps(HIDDEN),
+        weights=decay_weights(4.0),
+        backend="dense",
+        chunk=16,
+        max_anchors=12,
+        seed=1,
+    )
+    return Recipe(**(settings | changes))  # type: ignore[arg-type]
+
+
 def run_blocks(
     config: DrafterConfig, row: PackedRow, taps: Tensor, slots: list[int], count: int | None = None
 ) -> Tensor:
     """Hidden states [N, B, H] of blocks anchored at given slots of the row."""
     anchors: Anchors = anchors_at(row, torch.tensor(slots), count or len(slots))
+    drafter = small_drafter(config)
     with torch.no_grad():
         hidden, _ = drafter_blocks(
-            small_drafter(config), shared_weights(), taps, row, anchors, backend="dense"
+            drafter, shared_weights(), drafter.context(taps), row, anchors, recipe_of()
         )
     return hidden.view(anchors.count, config.block_size, -1)

@@ -4,8 +4,13 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from engine.data.shards import write_documents
+from engine.plain import PlainLoop
+from engine.planning import plan_run
+from engine.schedule import load_schedule
+from engine.training_parts import TrainingParts, load_parts
 
 VOCAB, MASK, EOS, PAD = 96, 95, 94, 93
 
@@ -100,3 +105,18 @@ def small_project(root: Path) -> Path:
     path = root / "small.toml"
     path.write_text(SCHEDULE.format(root=root))
     return path
+
+
+ONE_LANE_EACH = 'devices={targets = ["cpu"], drafters = ["cpu"]}'
+
+
+def assembled(project: Path, *overrides: str) -> TrainingParts:
+    """The parts of a schedule."""
+    torch.set_num_threads(1)
+    return load_parts(plan_run(load_schedule(project, overrides)), lambda line: None)
+
+
+def plain_loop(project: Path, *overrides: str) -> PlainLoop:
+    """The plain loop over the parts of a schedule."""
+    parts = assembled(project, ONE_LANE_EACH, *overrides)
+    return PlainLoop(parts=parts, record_timing=lambda row: None)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from blocks import row_of, run_blocks, shared_weights, small_config, small_drafter, taps_of
+from blocks import recipe_of, row_of, run_blocks, shared_weights, small_config, small_drafter, taps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -108,8 +108,14 @@ def test_flex_and_dense_give_the_same_hidden_states(block_size: int, layer_types
     hidden = {}
     with torch.no_grad():
         for backend in ("dense", "flex"):
+            drafter = small_drafter(config)
             hidden[backend], _ = drafter_blocks(
-                small_drafter(config), shared_weights(), taps_of(row), row, anchors, backend=backend
+                drafter,
+                shared_weights(),
+                drafter.context(taps_of(row)),
+                row,
+                anchors,
+                recipe_of(backend=backend),
             )
     used = anchors.used * block_size
     torch.testing.assert_close(hidden["flex"][:used], hidden["dense"][:used], atol=2e-5, rtol=2e-5)
@@ -143,7 +149,8 @@ def test_compiled_flex_equals_dense_forward_and_backward(block_size: int) -> Non
     for backend in ("dense", "flex"):
         drafter = small_drafter(config).to(device)
         shared = shared_weights().to(device, torch.float32)
-        hidden, _ = drafter_blocks(drafter, shared, taps_of(row).to(device), row, anchors, backend=backend)
+        context = drafter.context(taps_of(row).to(device))
+        hidden, _ = drafter_blocks(drafter, shared, context, row, anchors, recipe_of(backend=backend))
         used = hidden[: anchors.used * block_size]
         (used * torch.linspace(-1, 1, used.numel(), device=device).view_as(used)).sum().backward()
         results.append((used, drafter.fc.weight.grad, drafter.layers[0].self_attn.k_proj.weight.grad))

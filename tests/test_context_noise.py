@@ -5,12 +5,16 @@ from blocks import HIDDEN, row_of, taps_of
 
 from engine.dflash.packing import PackedRow
 from engine.dflash.training import add_context_noise
+from plugins.concat import ConcatenatedTaps
+from plugins.split_fc import SeparateTaps
+
+CONCAT = ConcatenatedTaps(HIDDEN)
 
 
 def noise(row: PackedRow, **changes: int) -> torch.Tensor:
     taps = taps_of(row)
     keys = {"seed": 1, "epoch": 0} | changes
-    return add_context_noise(taps, row, deviation=0.05, hidden_size=HIDDEN, **keys) - taps
+    return add_context_noise((taps,), row, features=CONCAT, deviation=0.05, **keys)[0] - taps
 
 
 def test_noise_has_the_deviation_asked_for_and_spares_the_tail() -> None:
@@ -36,5 +40,15 @@ def test_noise_differs_by_seed_epoch_and_tap() -> None:
 
 def test_no_noise_is_no_copy() -> None:
     row = row_of((50, 5))
+    packed = (taps_of(row),)
+    assert add_context_noise(packed, row, features=CONCAT, deviation=0.0, seed=1, epoch=0) is packed
+
+
+def test_noise_is_the_same_however_the_taps_are_split() -> None:
+    row = row_of((50, 5), (30, 3))
+    split = SeparateTaps()
     taps = taps_of(row)
-    assert add_context_noise(taps, row, deviation=0.0, seed=1, epoch=0, hidden_size=HIDDEN) is taps
+    apart = tuple(taps.split(HIDDEN, dim=1))
+    noisy = add_context_noise(apart, row, features=split, deviation=0.05, seed=1, epoch=0)
+    together = add_context_noise((taps,), row, features=CONCAT, deviation=0.05, seed=1, epoch=0)
+    assert torch.equal(torch.cat(noisy, dim=1), together[0])

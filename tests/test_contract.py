@@ -6,13 +6,12 @@ its context would fail it.
 
 import pytest
 import torch
-from blocks import VOCAB, row_of, run_blocks, shared_weights, small_config, small_drafter, taps_of
+from blocks import VOCAB, recipe_of, row_of, run_blocks, shared_weights, small_config, small_drafter, taps_of
 
 from engine.dflash.anchors import anchors_at, blocks_at, draw_anchors, valid_anchor_slots
 from engine.dflash.attention import prepare_attention
 from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
 from engine.dflash.drafter import rotary
-from engine.dflash.objective import decay_weights
 from engine.dflash.packing import pack_row, pack_taps
 from engine.dflash.training import drafter_blocks, drafter_loss, training_loss
 
@@ -70,9 +69,7 @@ def test_another_document_leaves_a_documents_loss_unchanged() -> None:
         )
         taps = torch.where((row.document == 0)[:, None], taps_of(row, seed=seed), taps_of(row))
         anchors = anchors_at(row, torch.tensor([14 + 3, 14 + 6]), 2)
-        loss = drafter_loss(
-            drafter, shared, taps, row, anchors, backend="dense", weights=decay_weights(4.0), chunk=8
-        )
+        loss = drafter_loss(drafter, shared, drafter.context(taps), row, anchors, recipe_of())
         losses.append(loss.loss_sum)
     assert torch.equal(losses[0], losses[1])
 
@@ -105,11 +102,12 @@ def test_a_sliding_layer_is_causal_in_its_block_and_a_full_layer_is_not(
     config = small_config(layer_types=(layer_type,), is_causal=is_causal)
     row = row_of((24, 5))
     anchors = anchors_at(row, torch.tensor([12]), 1)
-    drafter, shared, taps = small_drafter(config), shared_weights(), taps_of(row)
-    reference, _ = drafter_blocks(drafter, shared, taps, row, anchors, backend="dense")
+    drafter, shared = small_drafter(config), shared_weights()
+    context = drafter.context(taps_of(row))
+    reference, _ = drafter_blocks(drafter, shared, context, row, anchors, recipe_of())
     # Another embedding of the mask token reaches slot 0 only where the block is bidirectional.
     shared.embed_tokens[config.mask_token_id] += 1.0
-    changed, _ = drafter_blocks(drafter, shared, taps, row, anchors, backend="dense")
+    changed, _ = drafter_blocks(drafter, shared, context, row, anchors, recipe_of())
     causal = layer_type == SLIDING and is_causal is None
     assert torch.equal(changed[0], reference[0]) == causal
 
@@ -210,17 +208,7 @@ def test_odd_documents_train_or_are_skipped_with_a_finite_loss(
     row = row_of(*documents)
     drafter = small_drafter(config)
     loss, anchors = training_loss(
-        drafter,
-        shared_weights(),
-        taps_of(row),
-        row,
-        seed=1,
-        epoch=0,
-        max_anchors=12,
-        context_noise=0.0,
-        backend="dense",
-        weights=decay_weights(4.0),
-        chunk=16,
+        drafter, shared_weights(), (taps_of(row),), row, epoch=0, recipe=recipe_of(max_anchors=12)
     )
     loss.loss_sum.backward()
     assert torch.isfinite(loss.loss_sum)

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from blocks import row_of, shared_weights, small_config, small_drafter, taps_of
+from blocks import recipe_of, row_of, shared_weights, small_config, small_drafter, taps_of
 
 from engine.dflash.decoding import answer_spans, evaluate, walk
-from engine.dflash.objective import decay_weights
 from engine.dflash.packing import pack_row
 
 
@@ -46,11 +45,8 @@ def test_evaluation_does_not_depend_on_how_many_blocks_are_scored_at_once(anchor
     evaluation = evaluate(
         small_drafter(config),
         shared_weights(),
-        [(row, taps_of(row))],
-        backend="dense",
-        weights=decay_weights(4.0),
-        anchors_at_once=anchors_at_once,
-        chunk=16,
+        [(row, (taps_of(row),))],
+        recipe_of(max_anchors=anchors_at_once),
     )
     assert evaluation.documents == 3 and evaluation.verifications >= 3
     assert 1.0 <= evaluation.accepted_length <= config.block_size
@@ -58,11 +54,8 @@ def test_evaluation_does_not_depend_on_how_many_blocks_are_scored_at_once(anchor
         evaluate(
             small_drafter(config),
             shared_weights(),
-            [(row, taps_of(row))],
-            backend="dense",
-            weights=decay_weights(4.0),
-            anchors_at_once=7,
-            chunk=16,
+            [(row, (taps_of(row),))],
+            recipe_of(max_anchors=7),
         ).held_out_loss,
         rel=1e-6,
     )
@@ -73,10 +66,7 @@ def test_documents_without_answers_have_no_accepted_length() -> None:
     evaluation = evaluate(
         small_drafter(small_config()),
         shared_weights(),
-        [(row, taps_of(row))],
-        backend="dense",
-        weights=decay_weights(4.0),
-        anchors_at_once=4,
-        chunk=16,
+        [(row, (taps_of(row),))],
+        recipe_of(max_anchors=4),
     )
     assert math.isnan(evaluation.accepted_length) and evaluation.verifications == 0

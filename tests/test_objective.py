@@ -10,13 +10,11 @@ from engine.dflash.objective import (
     BlockCounts,
     BlockLoss,
     block_loss,
-    choose_weights,
     decay_weights,
     dpace_weights,
     head_cross_entropy,
     leading_right,
 )
-from engine.errors import ScheduleError
 
 CPU = torch.device("cpu")
 
@@ -92,11 +90,6 @@ def test_dpace_weights_are_the_papers() -> None:
     torch.testing.assert_close(dpace_weights(0.5)(entropy, supervised)[0], torch.tensor(expected))
 
 
-def test_an_unknown_objective_is_named() -> None:
-    with pytest.raises(ScheduleError, match="'ctc'.*decay"):
-        choose_weights("ctc", gamma=None, dpace_alpha=0.5)
-
-
 def counts_of(*rights: list[list[bool]]) -> BlockCounts:
     counts = BlockCounts.zeros(4, CPU)
     for right in rights:
@@ -129,3 +122,10 @@ def test_a_step_without_supervision_has_no_figures_rather_than_wrong_ones() -> N
 def test_leading_right_stops_at_the_first_miss() -> None:
     right = torch.tensor([[True, False, True], [True, True, True], [False, True, True]])
     assert leading_right(right).tolist() == [1, 3, 0]
+
+
+def test_counts_of_two_drafters_add_up() -> None:
+    one, other = counts_of([[True, True, False]]), counts_of([[False, True, True], [True, True, True]])
+    both = (one + other).cpu()
+    assert both.anchors == 3 and both.accuracy == pytest.approx(7 / 9)
+    assert both.block_prefix == pytest.approx(1 + (2 + 0 + 3) / 3) and both.loss == 0.5

@@ -9,16 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from small_runs import VOCAB, small_project
+from small_runs import VOCAB, assembled, plain_loop, small_project
 
 from engine.data.documents import open_documents
 from engine.data.shards import write_documents
-from engine.dflash.attention import prepare_attention
-from engine.dflash.drafter import Drafter
 from engine.errors import CheckpointError, NonFinite
 from engine.plain import evaluate_held_out, train_step
 from engine.planning import plan_run
-from engine.run import RunResult, assemble, run
+from engine.run import RunResult, run
 from engine.run_folder import resolve_checkpoint
 from engine.schedule import load_schedule
 
@@ -101,8 +99,9 @@ def test_metrics_have_the_names_that_the_design_gives_and_sane_values(unbroken: 
 def test_every_stage_of_every_micro_batch_is_timed(unbroken: Path) -> None:
     timed = rows(unbroken, "timings.jsonl")
     for stage in ("target-forward", "pack", "drafter-fwd-bwd"):
-        assert [row["micro_batch"] for row in timed if row["stage"] == stage] == list(range(12))
-    assert [row["step"] for row in timed if row["stage"] == "optimizer"] == [1, 2, 3, 4, 5, 6]
+        assert sorted(row["micro_batch"] for row in timed if row["stage"] == stage) == list(range(12))
+    optimizer = [row["step"] for row in timed if row["stage"] == "optimizer"]
+    assert sorted(set(optimizer)) == [1, 2, 3, 4, 5, 6]
     assert all(row["host_ms"] > 0 for row in timed)
 
 
@@ -190,42 +189,43 @@ def test_bfloat16_follows_float32(project: Path, unbroken: Path, tmp_path: Path,
 
 
 def test_a_step_without_a_supervised_token_passes_and_is_counted(project: Path) -> None:
-    training = assembled(project)
-    batch = training.plan.train.micro_batch(0)
+    loop = plain_loop(project)
+    parts = loop.parts
+    batch = parts.plan.train.micro_batch(0)
     empty = attrs.evolve(batch, loss_mask=torch.zeros_like(batch.loss_mask))
-    training.plan.train.micro_batch = lambda index: attrs.evolve(empty, index=index)  # type: ignore[method-assign]
-    before = {name: value.clone() for name, value in training.masters.state().items()}
-    row = train_step(training, 0)
+    parts.plan.train.micro_batch = lambda index: attrs.evolve(empty, index=index)  # type: ignore[method-assign]
+    before = {name: value.clone() for name, value in parts.state().items()}
+    row = train_step(loop, 0)
     assert row["skipped"] == 2 and row["anchors"] == 0 and row["lr"] > 0
-    assert all(torch.equal(value, before[name]) for name, value in training.masters.state().items())
+    assert all(torch.equal(value, before[name]) for name, value in parts.state().items())
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_step(project: Path) -> None:
-    training = assembled(project)
+    loop = plain_loop(project)
     with torch.no_grad():
-        training.drafter.norm.weight[0] = float("nan")
+        loop.parts.drafters[0].drafter.norm.weight[0] = float("nan")
     with pytest.raises(NonFinite, match="step 1: the loss is nan") as found:
-        train_step(training, 0)
+        train_step(loop, 0)
     assert found.value.exit_code == 4
 
 
 def test_a_warm_start_begins_where_the_earlier_drafter_ended(project: Path, unbroken: Path) -> None:
-    checkpoint = resolve_checkpoint(unbroken)
-    training = assembled(project, f"drafter.init={checkpoint}")
-    held_out = training.plan.held_out
+    parts = assembled(project, f"drafter.init={resolve_checkpoint(unbroken)}")
+    held_out = parts.plan.held_out
     assert held_out is not None
-    expected = [row for row in rows(unbroken) if row["step"] == 6][0]
-    assert evaluate_held_out(training, held_out).row() == {
+    expected = [row for row in rows(unbroken) if row["step"] == 6 and "held_out_loss" in row][0]
+    assert evaluate_held_out(parts, held_out).row() == {
         key: expected[key] for key in ("held_out_loss", "accepted_length")
     }
 
 
 def test_numbers_do_not_depend_on_what_was_computed_before(project: Path) -> None:
-    fresh, used = assembled(project), assembled(project)
-    held_out = used.plan.held_out
+    fresh, used = plain_loop(project), plain_loop(project)
+    parts = used.parts
+    held_out = parts.plan.held_out
     assert held_out is not None
-    used.plan.train.micro_batch(9)
-    evaluate_held_out(used, held_out)
+    parts.plan.train.micro_batch(9)
+    evaluate_held_out(parts, held_out)
     torch.randn(7)
     first, second = train_step(fresh, 0), train_step(used, 0)
     assert {k: v for k, v in first.items() if k not in TIMED} == {
@@ -241,14 +241,10 @@ def test_held_out_by_fraction_is_disjoint_by_answer(project: Path) -> None:
     assert counted == whole and 0 < plan.held_out.statistics().documents < whole / 2
 
 
-def test_the_drafter_never_holds_embedding_or_head(project: Path) -> None:
-    training = assembled(project)
-    assert not any("embed" in name or "lm_head" in name for name, _ in training.drafter.named_parameters())
-    assert training.shared.embed_tokens.data_ptr() == training.target.embed_tokens.data_ptr()
-    assert isinstance(training.drafter, Drafter) and callable(prepare_attention)
-
-
-def assembled(project: Path, *overrides: str):
-    torch.set_num_threads(1)
-    plan = plan_run(load_schedule(project, overrides))
-    return assemble(plan, lambda row: None, Console(file=io.StringIO()))
+def test_the_drafter_shares_embedding_and_head_with_the_target(project: Path) -> None:
+    parts = assembled(project)
+    for part in parts.drafters:
+        names = [name for name, _ in part.drafter.named_parameters()]
+        assert not any("embed" in name or "lm_head" in name for name in names)
+        assert part.shared.embed_tokens.data_ptr() == parts.targets[0].embed_tokens.data_ptr()
+        assert part.shared.lm_head.data_ptr() == parts.targets[0].lm_head.data_ptr()

@@ -13,14 +13,12 @@ from collections.abc import Iterable
 
 import attrs
 import torch
-from torch import Tensor
 
 from engine.dflash.anchors import anchors_at, valid_anchor_slots
-from engine.dflash.attention import Backend
 from engine.dflash.drafter import Drafter
-from engine.dflash.objective import BlockCounts, BlockWeights, leading_right
+from engine.dflash.objective import BlockCounts, leading_right
 from engine.dflash.packing import PackedRow
-from engine.dflash.training import SharedWeights, drafter_loss
+from engine.dflash.training import Packed, Recipe, SharedWeights, drafter_loss
 
 
 def answer_spans(row: PackedRow) -> list[tuple[int, int]]:
@@ -72,33 +70,28 @@ class Evaluation:
 def evaluate(
     drafter: Drafter,
     shared: SharedWeights,
-    batches: Iterable[tuple[PackedRow, Tensor]],
-    *,
-    backend: Backend,
-    weights: BlockWeights,
-    anchors_at_once: int,
-    chunk: int,
+    batches: Iterable[tuple[PackedRow, Packed]],
+    recipe: Recipe,
 ) -> Evaluation:
     """Score and walk packed held-out documents.
 
     Args:
-        batches: packed rows with their taps [T, taps·H] on the drafter's device.
-        anchors_at_once: N; the blocks of a row are scored that many at a time.
+        batches: packed rows with their packed taps on the drafter's device.
+        recipe: without noise, whatever it says; the blocks of a row are scored `max_anchors` at a time.
     """
     device = shared.lm_head.device
     counts = BlockCounts.zeros(drafter.config.block_size, device)
     advances: list[int] = []
     documents = 0
-    for row, taps in batches:
+    for row, packed in batches:
+        context = recipe.features.context(drafter, packed)
         documents += row.document_ids.numel()
         leading: dict[int, int] = {}
-        for slots in valid_anchor_slots(row).split(anchors_at_once):
+        for slots in valid_anchor_slots(row).split(recipe.max_anchors):
             if not slots.numel():  # a row without an answer
                 continue
-            anchors = anchors_at(row, slots, anchors_at_once)
-            loss = drafter_loss(
-                drafter, shared, taps, row, anchors, backend=backend, weights=weights, chunk=chunk
-            )
+            anchors = anchors_at(row, slots, recipe.max_anchors)
+            loss = drafter_loss(drafter, shared, context, row, anchors, recipe)
             counts.add(loss, anchors.used)
             prefixes = leading_right(loss.right[: anchors.used]).tolist()
             leading.update(zip(slots.tolist(), prefixes, strict=True))

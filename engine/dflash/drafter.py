@@ -139,7 +139,7 @@ class Drafter(nn.Module):
     def forward(
         self,
         block_embeddings: Tensor,
-        taps: Tensor,
+        context: Tensor,
         block_positions: Tensor,
         context_positions: Tensor,
         attention: Attention,
@@ -148,14 +148,13 @@ class Drafter(nn.Module):
 
         Args:
             block_embeddings: [N·B, H], the target's embeddings of the block input.
-            taps: [T, taps·H], outputs of the tapped target layers, concatenated.
+            context: [T, H], what `context` makes of the taps.
             block_positions: int64 [N·B]; context_positions: int64 [T]; within each document.
             attention: from `prepare_attention`, made for this micro-batch.
 
         Returns:
             [N·B, H] after the final norm; slot k of a block predicts the token at anchor + k.
         """
-        context = self.context(taps)
         block_position = rotary(block_positions, self.config)
         context_position = rotary(context_positions, self.config)
         x = block_embeddings

@@ -1,20 +1,27 @@
-"""float32 master weights: gradient sums, AdamW, and the way back into the compute dtype.
+"""float32 master weights: gradient sums, the optimizer's update, and the way back.
 
 bfloat16 weights lose updates smaller than 1/256 of themselves, which at these learning rates is
 most of them; so the optimizer works on float32 copies. A drafter that computes in float32 is its
 own master and nothing is copied.
 
 Micro-batches add unnormalised gradients of `Σ w·CE`, in their order, in float32. A step divides the
-sums once by `Σ w` over all of them, checks that they are finite, clips, and updates.
+sums once by `Σ w` over all of them, checks that they are finite, clips, and updates. Several drafters
+share the masters out at parameter borders: each keeps and updates some, receives the others'
+gradients for these, and sends the new weights around. One drafter alone goes through the same
+functions, so that the plain loop and a lane compute the same bits.
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.dflash.drafter import Drafter
 from engine.errors import CheckpointError, NonFinite
+
+MakeOptimizer = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
+"""Makes the optimizer of some master weights, by parameter name."""
 
 
 def learning_rate(step: int, total_steps: int, *, lr: float, min_lr: float, warmup: float) -> float:
@@ -26,108 +33,163 @@ def learning_rate(step: int, total_steps: int, *, lr: float, min_lr: float, warm
     return min_lr + (lr - min_lr) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-class Masters:
-    """Master weights and AdamW's state of one drafter, by the drafter's parameter names."""
+def share_out(sizes: Mapping[str, int], shares: int) -> list[list[str]]:
+    """Parameter names in `shares` runs of about equal size, in their order; a run may be empty."""
+    total = sum(sizes.values())
+    runs: list[list[str]] = [[] for _ in range(shares)]
+    before = 0
+    for name, size in sizes.items():
+        middle = before + size / 2
+        runs[min(int(middle * shares / total), shares - 1)].append(name)
+        before += size
+    return runs
 
-    def __init__(self, drafter: Drafter, *, betas: tuple[float, float], weight_decay: float) -> None:
-        self.parameters = dict(drafter.named_parameters())
+
+def total_norm(norms: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    """Norm of the whole gradient from the norms of its parameters, taken in the order of `names`."""
+    return torch.linalg.vector_norm(torch.stack([norms[name] for name in names]))
+
+
+class Masters:
+    """The master weights that one drafter keeps, and the float32 gradient sums of all its parameters."""
+
+    def __init__(
+        self, drafter: Drafter, make_optimizer: MakeOptimizer, names: Sequence[str] | None = None
+    ) -> None:
+        """
+        Args:
+            make_optimizer: called with the kept masters.
+            names: of the parameters whose masters are kept here; all by default.
+        """
+        self.parameters: dict[str, nn.Parameter] = dict(drafter.named_parameters())
+        self.names = list(self.parameters) if names is None else list(names)
         self.own = all(parameter.dtype == torch.float32 for parameter in self.parameters.values())
-        if self.own:
-            self.weights = self.parameters
-        else:
-            self.weights = {
-                name: torch.nn.Parameter(parameter.detach().float())
-                for name, parameter in self.parameters.items()
-            }
-        # Norm weights are scales around one: decay would pull them to zero.
-        matrices = [weight for weight in self.weights.values() if weight.dim() > 1]
-        vectors = [weight for weight in self.weights.values() if weight.dim() == 1]
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            betas=betas,
-            fused=True,
-        )
+        self.weights = {
+            name: parameter if self.own else nn.Parameter(parameter.detach().float())
+            for name, parameter in self.parameters.items()
+            if name in set(self.names)
+        }
+        self.optimizer = make_optimizer(dict(self.weights)) if self.weights else None
+        self._sums: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def accumulate(self) -> None:
         """Add the drafter's gradients to the float32 sums and clear them."""
-        if self.own:
-            return  # autograd has added them already
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
-            weight = self.weights[name]
-            if weight.grad is None:
-                weight.grad = parameter.grad.float()
+            if name in self._sums:
+                self._sums[name] += parameter.grad
             else:
-                weight.grad += parameter.grad
+                self._sums[name] = parameter.grad.float()
             parameter.grad = None
 
-    @torch.no_grad()
-    def step(self, weight_sum: float, *, lr: float, clip: float) -> float:
-        """Divide by Σ w, check, clip, update, write back; returns the gradient norm before clipping.
+    def sums(self) -> dict[str, Tensor]:
+        """The float32 gradient sums of every parameter that has one; the step begins anew after it."""
+        sums, self._sums = self._sums, {}
+        return sums
 
-        Raises:
-            NonFinite: names the first parameter whose gradient is not finite. Nothing is updated.
+    @torch.no_grad()
+    def receive(self, sums: Sequence[Mapping[str, Tensor]], weight_sum: float) -> dict[str, Tensor]:
+        """Add up the drafters' sums for the kept masters and divide once.
+
+        Args:
+            sums: of all drafters, in their order, on this device; only kept names are read.
+            weight_sum: Σ w over every micro-batch of the step.
+
+        Returns:
+            The norm of each kept parameter's gradient, float32 scalars.
         """
-        gradients = [weight.grad for weight in self.weights.values() if weight.grad is not None]
-        torch._foreach_div_(gradients, weight_sum)
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if not torch.isfinite(norm):
-            raise NonFinite(self._first_bad())
-        torch.nn.utils.clip_grads_with_norm_(list(self.weights.values()), clip, norm)
+        norms = {}
+        for name, weight in self.weights.items():
+            given = [one[name] for one in sums if name in one]
+            if not given:
+                continue
+            total = given[0]
+            for other in given[1:]:
+                total = total + other
+            # The sums of one drafter are nobody else's; those of several were added into a new tensor.
+            weight.grad = total.div_(weight_sum)
+            norms[name] = torch.linalg.vector_norm(weight.grad)
+        return norms
+
+    @torch.no_grad()
+    def update(self, norm: Tensor, *, lr: float, clip: float) -> None:
+        """Clip to a norm of the whole gradient and update the kept masters and their parameters.
+
+        Args:
+            norm: finite, on the masters' device.
+        """
+        if self.optimizer is None:
+            return
+        nn.utils.clip_grads_with_norm_(list(self.weights.values()), clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if not self.own:
-            for name, parameter in self.parameters.items():
-                parameter.copy_(self.weights[name])
-        return float(norm)
+            for name, weight in self.weights.items():
+                self.parameters[name].copy_(weight)
 
-    def _first_bad(self) -> str:
-        for name, weight in self.weights.items():
-            if weight.grad is not None and not torch.isfinite(weight.grad).all():
-                bad = int((~torch.isfinite(weight.grad)).sum())
-                return f"gradient of {name} is not finite ({bad:,} of {weight.numel():,} numbers)"
-        return "the norm of all gradients overflows float32, though each gradient is finite"
+    def first_bad(self, norms: Mapping[str, float]) -> str | None:
+        """The first kept parameter whose gradient is not finite, in words; None where all are."""
+        for name in (name for name, norm in norms.items() if not math.isfinite(norm)):
+            gradient = self.weights[name].grad
+            if gradient is not None:
+                bad = int((~torch.isfinite(gradient)).sum())
+                return f"gradient of {name} is not finite ({bad:,} of {gradient.numel():,} numbers)"
+        return None
+
+    def step(self, weight_sum: float, *, lr: float, clip: float) -> float:
+        """The whole update where one drafter keeps everything; returns the norm before clipping.
+
+        Raises:
+            NonFinite: names the first parameter whose gradient is not finite. Nothing is updated.
+        """
+        norms = self.receive([self.sums()], weight_sum)
+        norm = total_norm(norms, [name for name in self.parameters if name in norms])
+        if not torch.isfinite(norm):
+            bad = self.first_bad({name: float(one) for name, one in norms.items()})
+            raise NonFinite(bad or "the gradient's norm overflows")
+        self.update(norm, lr=lr, clip=clip)
+        return float(norm)
 
     def discard(self) -> None:
         """Drop the sums of a step in which nothing was supervised."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._sums = {}
 
     def state(self) -> dict[str, Tensor]:
-        """Masters, moments and step counters as flat tensors, for a checkpoint."""
+        """Kept masters and their optimizer state as flat tensors `<key>.<parameter>`, for a checkpoint."""
         out = {}
         for name, weight in self.weights.items():
             out[f"master.{name}"] = weight.detach()
-            out.update({f"{key}.{name}": value for key, value in self.optimizer.state[weight].items()})
+            state = self.optimizer.state[weight] if self.optimizer else {}
+            out.update({f"{key}.{name}": value for key, value in state.items()})
         return out
 
     @torch.no_grad()
-    def load(self, state: dict[str, Tensor]) -> None:
-        """Restore what `state` returned; step counters keep their type.
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Restore kept masters and their optimizer state from all drafters' states; fill the drafter.
 
         Raises:
-            CheckpointError: a tensor is missing or has another shape.
+            CheckpointError: a master is missing or has another shape, or a tensor belongs to no parameter.
         """
-        left = dict(state)
-        for name, weight in self.weights.items():
-            saved = left.pop(f"master.{name}", None)
-            if saved is None or saved.shape != weight.shape:
-                found = "missing" if saved is None else f"of shape {tuple(saved.shape)}"
-                raise CheckpointError(f"master.{name} is {found}; expected {tuple(weight.shape)}")
-            weight.copy_(saved)
-            self.parameters[name].copy_(weight)
-            moments = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if f"{key}.{name}" in left:
-                    # AdamW's fused kernels want their counters beside the weights.
-                    moments[key] = left.pop(f"{key}.{name}").to(weight.device, copy=True)
-            if moments:
-                self.optimizer.state[weight] = moments
-        if left:
-            raise CheckpointError(f"optimizer state for unknown parameters: {', '.join(sorted(left)[:3])} …")
+        state: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
+        for full_name, tensor in saved.items():
+            key, _, name = full_name.partition(".")
+            if name not in state:
+                raise CheckpointError(f"{full_name}: the checkpoint holds it, and there is no such parameter")
+            state[name][key] = tensor
+        for name, parameter in self.parameters.items():
+            master = state[name].pop("master", None)
+            if master is None or master.shape != parameter.shape:
+                found = "missing" if master is None else f"of shape {tuple(master.shape)}"
+                raise CheckpointError(f"master.{name} is {found}; expected {tuple(parameter.shape)}")
+            parameter.copy_(master)
+            if name in self.weights:
+                self.weights[name].copy_(master)
+                if state[name] and self.optimizer:
+                    # The optimizer's fused kernels want their step counters beside the weights.
+                    self.optimizer.state[self.weights[name]] = {
+                        key: tensor.to(parameter.device, copy=True) for key, tensor in state[name].items()
+                    }

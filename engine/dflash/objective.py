@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.errors import ScheduleError
-
 BlockWeights = Callable[[Tensor, Tensor], Tensor]
 """(cross_entropy float32 [N, B-1], detached; supervised bool [N, B-1]) → weights float32 [N, B-1]"""
 
@@ -48,15 +46,6 @@ def dpace_weights(alpha: float) -> BlockWeights:
         return reached.flip(1).cumsum(1).flip(1) * supervised
 
     return weights
-
-
-def choose_weights(objective: str, *, gamma: float | None, dpace_alpha: float) -> BlockWeights:
-    """The weights of a schedule's `train.objective`."""
-    if objective == "decay":
-        return decay_weights(gamma)
-    if objective == "dpace":
-        return dpace_weights(dpace_alpha)
-    raise ScheduleError(f"train.objective = {objective!r}: known are 'decay' and 'dpace'")
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
@@ -176,6 +165,23 @@ class BlockCounts:
         self.supervised_by_slot = self.supervised_by_slot + loss.supervised[:used].sum(0)
         self.prefix_sum = self.prefix_sum + leading_right(right).sum()
         self.anchors += used
+
+    def __add__(self, other: "BlockCounts") -> "BlockCounts":
+        """The sums of two drafters on one device."""
+        return BlockCounts(
+            self.loss_sum + other.loss_sum,
+            self.weight_sum + other.weight_sum,
+            self.right_by_slot + other.right_by_slot,
+            self.supervised_by_slot + other.supervised_by_slot,
+            self.prefix_sum + other.prefix_sum,
+            self.anchors + other.anchors,
+        )
+
+    def cpu(self) -> "BlockCounts":
+        """The sums on the CPU; waits for the device."""
+        by_slot = torch.stack([self.right_by_slot, self.supervised_by_slot]).cpu()
+        scalars = torch.stack([self.loss_sum, self.weight_sum, self.prefix_sum.double()]).cpu()
+        return BlockCounts(scalars[0], scalars[1], by_slot[0], by_slot[1], scalars[2].long(), self.anchors)
 
     @property
     def loss(self) -> float:

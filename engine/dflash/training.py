@@ -1,4 +1,12 @@
-"""One micro-batch through the drafter: what every loop, threaded or not, runs between two steps."""
+"""One micro-batch through the drafter: what every loop, threaded or not, runs between two steps.
+
+What may be exchanged (how taps become context, who builds the masks, what a slot weighs) stands in a
+`Recipe`, so that these functions are the same whichever strategies a schedule chose.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -11,6 +19,12 @@ from engine.dflash.objective import BlockLoss, BlockWeights, block_loss
 from engine.dflash.packing import PackedRow
 from engine.randomness import stateless_uniform
 
+if TYPE_CHECKING:
+    from engine.hookspecs import AttentionBuilder, FeaturePath
+
+Packed = tuple[Tensor, ...]
+"""A micro-batch's taps of T slots, as the feature path packed them; the first dimension is T."""
+
 
 @attrs.frozen(eq=False)
 class SharedWeights:
@@ -21,106 +35,93 @@ class SharedWeights:
     lm_head: Tensor
     """[V, H]; may be the same tensor"""
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "SharedWeights":
+    def to(self, device: torch.device, dtype: torch.dtype) -> SharedWeights:
         """Copies where something has to change; tied weights stay one tensor."""
         embed_tokens = self.embed_tokens.to(device, dtype)
         tied = self.lm_head is self.embed_tokens
         return SharedWeights(embed_tokens, embed_tokens if tied else self.lm_head.to(device, dtype))
 
 
+@attrs.frozen(kw_only=True)
+class Recipe:
+    """What decides a micro-batch's loss besides the weights and the text."""
+
+    features: FeaturePath
+    weights: BlockWeights
+    backend: Backend
+    attention: AttentionBuilder = prepare_attention
+    chunk: int
+    """Slots whose logits exist at a time; part of the numbers' meaning."""
+    max_anchors: int
+    seed: int
+    context_noise: float = 0.0
+    """Standard deviation of uniform noise on the taps, in training."""
+
+
 def add_context_noise(
-    taps: Tensor, row: PackedRow, *, deviation: float, seed: int, epoch: int, hidden_size: int
-) -> Tensor:
+    packed: Packed, row: PackedRow, *, features: FeaturePath, deviation: float, seed: int, epoch: int
+) -> Packed:
     """Uniform noise of a given standard deviation on packed taps, the same however they are split.
 
     Each number is a function of (seed, epoch, document, tap, position, channel). The tail keeps its
-    zeros. taps: [T, taps·H]; returns the same shape and dtype.
+    zeros. The result is new tensors; what was packed is left alone.
     """
     if not deviation:
-        return taps
+        return packed
     half_width = deviation * 3**0.5  # a uniform variable on [-h, h] deviates by h / √3
+    device = packed[0].device
     real = row.document >= 0
-    key = torch.where(real, row.document_ids[row.document.clamp(min=0)], 0).to(taps.device)
-    position = row.position.to(taps.device)
-    channel = torch.arange(hidden_size, device=taps.device)
-    noisy = taps.clone()
-    for tap, columns in enumerate(noisy.split(hidden_size, dim=1)):
+    key = torch.where(real, row.document_ids[row.document.clamp(min=0)], 0).to(device)
+    position, real = row.position.to(device), real.to(device)
+    noisy = tuple(tensor.clone() for tensor in packed)
+    for tap, values in enumerate(features.tap_views(noisy)):  # [T, H]
+        channel = torch.arange(values.shape[1], device=device)
         noise = stateless_uniform(seed, epoch, key[:, None], tap, position[:, None], channel)
-        columns += ((2 * noise - 1) * half_width * real.to(taps.device)[:, None]).to(taps.dtype)
+        values += ((2 * noise - 1) * half_width * real[:, None]).to(values.dtype)
     return noisy
 
 
 def drafter_blocks(
-    drafter: Drafter,
-    shared: SharedWeights,
-    taps: Tensor,
-    row: PackedRow,
-    anchors: Anchors,
-    *,
-    backend: Backend,
+    drafter: Drafter, shared: SharedWeights, context: Tensor, row: PackedRow, anchors: Anchors, recipe: Recipe
 ) -> tuple[Tensor, Blocks]:
     """Run the drafter on the blocks at `anchors`.
 
     Args:
-        taps: [T, taps·H] on the drafter's device, in its dtype.
+        context: [T, H], from the recipe's feature path.
 
     Returns:
         hidden [N·B, H] after the final norm, and the blocks (CPU tensors) it was run on.
     """
-    config, device = drafter.config, taps.device
+    config, device = drafter.config, context.device
     blocks = blocks_at(row, anchors, block_size=config.block_size, mask_token_id=config.mask_token_id)
-    attention = prepare_attention(backend, anchors, row.starts, row.length, config, device)
+    attention = recipe.attention(recipe.backend, anchors, row.starts, row.length, config, device)
     embeddings = shared.embed_tokens[blocks.input_ids.flatten().to(device)]  # [N·B, H]
-    hidden = drafter(
-        embeddings,
-        taps,
-        blocks.positions.flatten().to(device),
-        row.position.to(device),
-        attention,
-    )
+    positions = blocks.positions.flatten().to(device)
+    hidden = drafter(embeddings, context, positions, row.position.to(device), attention)
     return hidden, blocks
 
 
 def drafter_loss(
-    drafter: Drafter,
-    shared: SharedWeights,
-    taps: Tensor,
-    row: PackedRow,
-    anchors: Anchors,
-    *,
-    backend: Backend,
-    weights: BlockWeights,
-    chunk: int,
+    drafter: Drafter, shared: SharedWeights, context: Tensor, row: PackedRow, anchors: Anchors, recipe: Recipe
 ) -> BlockLoss:
-    """Loss and hits of the blocks at `anchors`; arguments as in `drafter_blocks` and `block_loss`."""
-    hidden, blocks = drafter_blocks(drafter, shared, taps, row, anchors, backend=backend)
+    """Loss and hits of the blocks at `anchors`; arguments as in `drafter_blocks`."""
+    hidden, blocks = drafter_blocks(drafter, shared, context, row, anchors, recipe)
     labels, supervised = blocks.labels.to(hidden.device), blocks.supervised.to(hidden.device)
-    return block_loss(hidden, shared.lm_head, labels, supervised, weights=weights, chunk=chunk)
+    return block_loss(hidden, shared.lm_head, labels, supervised, weights=recipe.weights, chunk=recipe.chunk)
 
 
 def training_loss(
-    drafter: Drafter,
-    shared: SharedWeights,
-    taps: Tensor,
-    row: PackedRow,
-    *,
-    seed: int,
-    epoch: int,
-    max_anchors: int,
-    context_noise: float,
-    backend: Backend,
-    weights: BlockWeights,
-    chunk: int,
+    drafter: Drafter, shared: SharedWeights, packed: Packed, row: PackedRow, *, epoch: int, recipe: Recipe
 ) -> tuple[BlockLoss, Anchors]:
     """Draw this epoch's anchors and noise, and score the blocks. Backward is the caller's."""
-    anchors = draw_anchors(row, seed=seed, epoch=epoch, max_anchors=max_anchors)
-    taps = add_context_noise(
-        taps,
+    anchors = draw_anchors(row, seed=recipe.seed, epoch=epoch, max_anchors=recipe.max_anchors)
+    packed = add_context_noise(
+        packed,
         row,
-        deviation=context_noise,
-        seed=seed,
+        features=recipe.features,
+        deviation=recipe.context_noise,
+        seed=recipe.seed,
         epoch=epoch,
-        hidden_size=drafter.config.hidden_size,
     )
-    loss = drafter_loss(drafter, shared, taps, row, anchors, backend=backend, weights=weights, chunk=chunk)
-    return loss, anchors
+    context = recipe.features.context(drafter, packed)
+    return drafter_loss(drafter, shared, context, row, anchors, recipe), anchors

@@ -47,6 +47,7 @@ class Target:
     dtype: torch.dtype
     has_head: bool
     """Whether all layers and the final norm are there, so that `logits` can be computed."""
+    trust_remote_code: bool
     _view: nn.Module = attrs.field(alias="view", repr=False)
 
     @property
@@ -130,26 +131,60 @@ def load_target(
             "would be lost; point target.path at a 16-bit checkpoint"
         )
     device = torch.empty(0, device=device).device  # "cuda" becomes the numbered device it stands for
+
+    def fill(model: Any, layers_prefix: str) -> None:
+        if init == "random":
+            with _seeded(device, seed):
+                model.init_weights()
+        else:
+            fill_from_checkpoint(
+                model,
+                summary.folder,
+                base_prefix=f"{model.base_model_prefix}.",
+                layers_prefix=layers_prefix,
+                progress=progress,
+            )
+
+    return _assemble(summary, target_layer_ids, dtype, device, keep_head, trust_remote_code, fill)
+
+
+def copy_target(target: Target, device: torch.device) -> Target:
+    """The same target on another device: weights travel from device to device, nothing is read from disk."""
+
+    @torch.no_grad()
+    def fill(model: Any, layers_prefix: str) -> None:
+        for parameter, original in zip(model.parameters(), target.model.parameters(), strict=True):
+            parameter.copy_(original)
+
+    return _assemble(
+        target.summary,
+        target.target_layer_ids,
+        target.dtype,
+        device,
+        target.has_head,
+        target.trust_remote_code,
+        fill,
+    )
+
+
+def _assemble(
+    summary: TargetSummary,
+    target_layer_ids: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    keep_head: bool,
+    trust_remote_code: bool,
+    fill: Callable[[Any, str], None],
+) -> Target:
+    """Build a target's modules on a device, let `fill(model, layers_prefix)` give them weights, tap them."""
     kept = summary.layers if keep_head else max(target_layer_ids) + 1
     whole = _text_config(summary, trust_remote_code)
-    config = _with_layers(whole, summary.layers, kept)
-
-    model = _empty_model(config, dtype, device, trust_remote_code, summary)
+    model = _empty_model(_with_layers(whole, summary.layers, kept), dtype, device, trust_remote_code, summary)
     base = model.base_model
     layers_name, _ = decoder_layers(base, kept)
     if not keep_head:
         drop_final_norm(base)
-    if init == "random":
-        with _seeded(device, seed):
-            model.init_weights()
-    else:
-        fill_from_checkpoint(
-            model,
-            summary.folder,
-            base_prefix=f"{model.base_model_prefix}.",
-            layers_prefix=f"{layers_name}.",
-            progress=progress,
-        )
+    fill(model, f"{layers_name}.")
     model.eval().requires_grad_(False)
     _check_built(model, summary, device)
     if device.type == "cpu":
@@ -159,12 +194,13 @@ def load_target(
     view = truncated_view(base, _with_layers(whole, summary.layers, taps), kept, taps)
     install_taps(decoder_layers(view, taps)[1], target_layer_ids)
     return Target(
-        summary=attrs.evolve(summary, tie_word_embeddings=bool(config.tie_word_embeddings)),
+        summary=attrs.evolve(summary, tie_word_embeddings=bool(model.config.tie_word_embeddings)),
         model=model,
         target_layer_ids=tuple(target_layer_ids),
         device=device,
         dtype=dtype,
         has_head=keep_head,
+        trust_remote_code=trust_remote_code,
         view=view,
     )
 

@@ -1,0 +1,95 @@
+"""A run's lanes: the graph of a schedule with its parts and its work in place."""
+
+from collections.abc import Mapping
+
+import attrs
+
+from engine.dflash.packing import ROW_MULTIPLE
+from engine.hookspecs import StageWork
+from engine.runtime.lane import Lane, open_lanes
+from engine.runtime.scheduler import Scheduler
+from engine.runtime.serializer import Serializer
+from engine.runtime.timing import Timings
+from engine.stages.drafter_fwd_bwd import DrafterForwardBackward
+from engine.stages.optimizer import Optimizer
+from engine.stages.pack import Pack
+from engine.stages.target_forward import TargetForward
+from engine.stages.transfer import Transfer
+from engine.training_parts import TrainingParts
+
+PARCEL_ALIGNMENT = 256  # bytes; what a lane's pinned ring rounds each tensor up to
+
+
+@attrs.frozen(eq=False)
+class RunLanes:
+    """What runs a stretch of steps, and where its spans are collected."""
+
+    scheduler: Scheduler
+    timings: Timings
+
+
+def open_run_lanes(parts: TrainingParts) -> RunLanes:
+    """Open the lanes, let plugins wrap what runs on them, and give every stage its work.
+
+    Raises:
+        InputError: a stage that nobody runs, or a strategy that these devices cannot have.
+    """
+    plan, schedule = parts.plan, parts.plan.schedule
+    timings = Timings()
+    lanes = open_lanes(plan.graph.lanes, timings)
+    serializer = Serializer(schedule.serialize.launches)
+    _wrap(parts, lanes, serializer)
+    target_lanes = [lanes[lane.name] for lane in plan.graph.target_lanes]
+    drafter_lanes = [lanes[lane.name] for lane in plan.graph.drafter_lanes]
+    transfer = plan.host.choose(
+        "make_transfer",
+        target_lanes=target_lanes,
+        drafter_lanes=drafter_lanes,
+        parcel_bytes=largest_parcel(parts),
+    )
+    targets = {lane.name: target for lane, target in zip(target_lanes, parts.targets, strict=True)}
+    drafters = {lane.name: part for lane, part in zip(drafter_lanes, parts.drafters, strict=True)}
+    own: dict[str, StageWork] = {
+        "target-forward": TargetForward(plan.train, targets, serializer),
+        "pack": Pack(parts),
+        "transfer": Transfer(transfer),
+        "drafter-fwd-bwd": DrafterForwardBackward(parts, drafters),
+        "optimizer": Optimizer(parts, drafters),
+    }
+    works = {stage.name: _work(parts, index, stage.name, own) for index, stage in enumerate(schedule.stage)}
+    scheduler = Scheduler(plan.graph, works, serializer=serializer, timings=timings, lanes=lanes)
+    return RunLanes(scheduler, timings)
+
+
+def _work(parts: TrainingParts, index: int, name: str, own: Mapping[str, StageWork]) -> StageWork:
+    host, schedule = parts.plan.host, parts.plan.schedule
+    work: StageWork | None = host.choose("make_stage", name=name, schedule=schedule) or own.get(name)
+    if work is None:
+        work = host.choose_named(
+            "make_stage", f"stage[{index}].name", name, known=list(own), schedule=schedule
+        )
+    return work
+
+
+def _wrap(parts: TrainingParts, lanes: Mapping[str, Lane], serializer: Serializer) -> None:
+    """Let a plugin stand between a lane and its model, for compiling or fusing."""
+    host, graph = parts.plan.host, parts.plan.graph
+    for rank, spec in enumerate(graph.target_lanes):
+        target = parts.targets[rank]
+        wrapped = host.choose("wrap_target", target=target, lane=lanes[spec.name], serializer=serializer)
+        parts.targets[rank] = wrapped or target
+    for rank, spec in enumerate(graph.drafter_lanes):
+        part = parts.drafters[rank]
+        wrapped = host.choose(
+            "wrap_drafter", drafter=part.drafter, lane=lanes[spec.name], serializer=serializer
+        )
+        part.drafter = wrapped or part.drafter
+
+
+def largest_parcel(parts: TrainingParts) -> int:
+    """Bytes of the largest parcel of the run, each tensor rounded up to the ring's alignment."""
+    plan = parts.plan
+    tokens = max(rows * length for rows, length in plan.train.statistics().shapes)
+    slots = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+    each = slots * plan.drafter_config.hidden_size * plan.compute_dtype.itemsize
+    return len(plan.drafter_config.target_layer_ids) * (each + PARCEL_ALIGNMENT)

@@ -1,0 +1,123 @@
+"""What a run says: rows for its files, the panel and plugins, and tables for people."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+
+from engine.dflash.decoding import Evaluation
+from engine.panel import Panel
+from engine.planning import RunPlan
+from engine.plugin_host import PluginHost
+from engine.run_folder import RunFolder
+from engine.stage_times import summarise
+from engine.timing_rows import SpanLog
+
+Rows = list[dict[str, Any]]
+
+
+@attrs.define
+class Reporter:
+    """Feeds files, panel and plugins from the same rows."""
+
+    folder: RunFolder
+    panel: Panel
+    host: PluginHost
+    last: int
+    row: dict[str, Any] = attrs.field(factory=dict)
+    speeds: list[float] = attrs.field(factory=list)
+    spans: SpanLog = attrs.field(factory=SpanLog)
+
+    def step(self, row: dict[str, Any], timings: Rows) -> None:
+        """A step is done."""
+        self.row = row
+        self.speeds.append(row["tokens_per_s"])
+        self.timings(timings)
+        self.folder.append_metrics(row)
+        self.panel.step(row)
+        self.status("running")
+        self.host.tell("step_finished", step=row["step"], row=row)
+
+    def timings(self, rows: Rows) -> None:
+        """Spans that are complete."""
+        self.folder.append_timings(rows)
+        self.spans.add(rows)
+
+    def evaluated(self, step: int, figures: dict[str, float]) -> None:
+        """The drafter after `step` steps was evaluated; a row of its own in metrics.jsonl."""
+        row = {"step": step, **figures}
+        self.folder.append_metrics(row)
+        self.panel.step(row)
+        self.host.tell("evaluated", step=step, row=row)
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """A whole checkpoint was written."""
+        self.folder.log(f"checkpoint {path.name}")
+        self.host.tell("checkpoint_written", step=step, path=path)
+
+    def message(self, text: str) -> None:
+        """A sentence for the log and the screen."""
+        self.folder.log(text)
+        self.panel.message(text)
+
+    def failed(self, error: BaseException, timings: Rows) -> None:
+        """The run ends with an error; what is known so far is written down."""
+        self.timings(timings)
+        self.status("failed", error=f"{type(error).__name__}: {error}")
+        self.folder.log(f"failed: {type(error).__name__}: {error}")
+
+    def status(self, state: str, **facts: Any) -> None:
+        """Replace status.json."""
+        figures = {key: self.row.get(key) for key in ("step", "loss", "tokens_per_s")}
+        self.folder.write_status(
+            {"state": state, "pid": os.getpid(), "time": time.time(), "last_step": self.last}
+            | figures
+            | facts
+        )
+
+
+def wide_console() -> Console:
+    """Standard error; in a file or a pipe as wide as the tables, not as an imagined terminal."""
+    return Console(stderr=True, width=None if sys.stderr.isatty() else 120)
+
+
+def print_plan(plan: RunPlan, console: Console) -> None:
+    """What is about to happen: lanes, sizes, steps, batches, memory."""
+    config = plan.drafter_config
+    console.print(
+        f"target {plan.summary.model_type}, {plan.summary.layers} layers, "
+        f"taps {list(config.target_layer_ids)}; drafter {config.layers} layers, block {config.block_size}, "
+        f"attention {plan.recipe.backend}; {plan.total_steps} steps of {plan.graph.micro_batches} "
+        f"micro-batches on {', '.join(lane.name for lane in plan.graph.lanes)}",
+        markup=False,
+        highlight=False,
+    )
+    for name, batches in (("training", plan.train), ("held out", plan.held_out)):
+        if batches:
+            table = batches.statistics().table()
+            table.title = f"{name}: {table.title}"
+            console.print(table)
+    console.print(plan.memory.table())
+
+
+def print_result(
+    before: Evaluation | None, after: Evaluation | None, report: Reporter, console: Console
+) -> None:
+    """Time by stage, and held-out figures before and after."""
+    if report.speeds:
+        console.print(summarise(report.spans.spans()).table())
+    if after:
+        table = Table(title="held-out documents")
+        for heading in ("", "before", "after"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for name in ("accepted_length", "held_out_loss", "accuracy", "block_prefix"):
+            figures = [
+                f"{getattr(evaluation, name):.4f}" if evaluation else "–" for evaluation in (before, after)
+            ]
+            table.add_row(name.replace("_", " "), *figures)
+        console.print(table)

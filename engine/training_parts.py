@@ -1,0 +1,193 @@
+"""The parts of a run, loaded and in place: targets, drafters, and what they share.
+
+A checkpoint is read from disk once; further target lanes get copies from device to device, and lanes
+on one device share one target, since a forward changes nothing in it. Embedding and head live once
+per device. Every drafter lane has a drafter of its own, and a share of the float32 masters.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+from engine.data.batches import MicroBatch
+from engine.dflash.drafter import Drafter, build_drafter
+from engine.dflash.export import fill_drafter, read_drafter_config, read_drafter_weights
+from engine.dflash.masters import Masters, share_out
+from engine.dflash.objective import BlockCounts
+from engine.dflash.packing import PackedRow, pack_row
+from engine.dflash.training import Packed, Recipe, SharedWeights
+from engine.planning import RunPlan
+from engine.target.loading import Target, copy_target
+
+
+@attrs.define(eq=False)
+class DrafterPart:
+    """A drafter, the masters it keeps, and what the current step has come to so far."""
+
+    drafter: Drafter
+    masters: Masters
+    shared: SharedWeights
+    counts: BlockCounts
+    tokens: int = 0
+    padding: int = 0
+    skipped: int = 0
+    epoch: int = 0
+
+    def count(self, batch: MicroBatch, used: int) -> None:
+        """Take in a micro-batch of which `used` blocks held an anchor."""
+        self.tokens += batch.tokens
+        self.padding += batch.padding
+        self.skipped += not used
+        self.epoch = batch.epoch
+
+    def begin_step(self) -> None:
+        """Forget the figures of the last step."""
+        size, device = self.drafter.config.block_size, self.counts.loss_sum.device
+        self.counts = BlockCounts.zeros(size, device)
+        self.tokens = self.padding = self.skipped = 0
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class TrainingParts:
+    """Everything that trains; lists are in lane order."""
+
+    plan: RunPlan
+    targets: list[Target]
+    drafters: list[DrafterPart]
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def masters(self) -> dict[str, torch.Tensor]:
+        """All master weights by the drafter's parameter names, wherever they are kept."""
+        kept = {name: weight for part in self.drafters for name, weight in part.masters.weights.items()}
+        return {name: kept[name] for name in self.drafters[0].masters.parameters}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Masters and optimizer state of all drafters, by name; shows nothing of how they are shared out."""
+        return {name: value for part in self.drafters for name, value in part.masters.state().items()}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state` returned, whatever number of drafters wrote it."""
+        for part in self.drafters:
+            part.masters.load(state)
+
+
+def load_parts(plan: RunPlan, say: Callable[[str], None]) -> TrainingParts:
+    """Load the target, copy it to where it is needed, and make the drafters; nothing is written.
+
+    Args:
+        say: takes lines about progress.
+    """
+    target_devices = [torch.device(lane.device) for lane in plan.graph.target_lanes]
+    by_device = {target_devices[0]: _load_target(plan, target_devices[0], say)}
+    for device in target_devices:
+        if device not in by_device:
+            say(f"target: {target_devices[0]} → {device}")
+            by_device[device] = copy_target(by_device[target_devices[0]], device)
+    source = by_device[target_devices[0]]
+    drafter_devices = [torch.device(lane.device) for lane in plan.graph.drafter_lanes]
+    shared: dict[torch.device, SharedWeights] = {}
+    for device in dict.fromkeys(drafter_devices):
+        target = by_device.get(device, source)
+        weights = SharedWeights(target.embed_tokens.detach(), target.lm_head.detach())
+        shared[device] = weights.to(device, plan.compute_dtype)
+    return TrainingParts(
+        plan=plan,
+        targets=[by_device[device] for device in target_devices],
+        drafters=make_drafters(plan, drafter_devices, shared),
+    )
+
+
+def make_drafters(
+    plan: RunPlan, devices: Sequence[torch.device], shared: Mapping[torch.device, SharedWeights]
+) -> list[DrafterPart]:
+    """A drafter per device named, all with the same weights, the masters shared out over them."""
+    train, config = plan.schedule.train, plan.drafter_config
+    parts: list[DrafterPart] = []
+    for rank, device in enumerate(devices):
+        drafter = build_drafter(config, device, plan.compute_dtype)
+        drafter.requires_grad_(True)
+        _fill(drafter, plan)
+        sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
+
+        def make_optimizer(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+            optimizer: torch.optim.Optimizer = plan.host.choose(
+                "make_optimizer", parameters=parameters, train=train
+            )
+            return optimizer
+
+        masters = Masters(drafter, make_optimizer, share_out(sizes, len(devices))[rank])
+        counts = BlockCounts.zeros(config.block_size, device)
+        parts.append(DrafterPart(drafter, masters, shared[device], counts))
+    return parts
+
+
+def _fill(drafter: Drafter, plan: RunPlan) -> None:
+    init = plan.schedule.drafter.init
+    if init == "fresh":
+        drafter.initialise(plan.schedule.run.seed)
+    else:
+        folder = Path(init)
+        fill_drafter(drafter, read_drafter_weights(folder, read_drafter_config(folder)), init)
+
+
+def _load_target(plan: RunPlan, device: torch.device, say: Callable[[str], None]) -> Target:
+    target: Target = plan.host.choose(
+        "load_target",
+        target=plan.schedule.target,
+        folder=plan.target_folder,
+        target_layer_ids=plan.drafter_config.target_layer_ids,
+        device=device,
+        seed=plan.schedule.run.seed,
+        progress=say,
+    )
+    kernels = "; ".join(f"{operation}: {kernel}" for operation, kernel in target.kernels().items())
+    say(f"kernels: {kernels}")
+    return target
+
+
+def pack_micro_batch(
+    parts: TrainingParts, batch: MicroBatch, taps: list[torch.Tensor]
+) -> tuple[PackedRow, Packed]:
+    """The micro-batch as one row, its taps packed in the drafter's dtype on the target's device."""
+    row = pack_row(batch.input_ids, batch.loss_mask, batch.lengths, batch.document_ids)
+    packed = tuple(tensor.to(parts.plan.compute_dtype) for tensor in parts.recipe.features.pack(taps, row))
+    if parts.plan.schedule.train.zero_taps:
+        for tensor in packed:
+            tensor.zero_()
+    return row, packed
+
+
+def step_row(parts: TrainingParts, step: int, norm: float, lr: float, counts: BlockCounts) -> dict[str, Any]:
+    """A step's row of metrics.jsonl, from the figures that its drafters gathered; speed is the caller's."""
+    drafters = parts.drafters
+    return {
+        "step": step + 1,
+        "epoch": max(part.epoch for part in drafters),
+        "loss": counts.loss,
+        "accuracy": counts.accuracy,
+        "accuracy_by_slot": counts.accuracy_by_slot,
+        "block_prefix": counts.block_prefix,
+        "lr": lr,
+        "grad_norm": norm,
+        "tokens": sum(part.tokens for part in drafters),
+        "padding": sum(part.padding for part in drafters),
+        "anchors": counts.anchors,
+        "skipped": sum(part.skipped for part in drafters),
+        "peak_memory": peak_memory(parts.plan.devices),
+    }
+
+
+def peak_memory(devices: Sequence[torch.device]) -> dict[str, float]:
+    """Peak of allocated GPU memory so far, GB (10^9 bytes) by device; empty on a CPU."""
+    return {
+        str(device): torch.cuda.max_memory_allocated(device) / 1e9
+        for device in devices
+        if device.type == "cuda"
+    }

@@ -1,0 +1,187 @@
+"""Lanes compute what the plain loop computes: the exactness table on the CPU, and how runs fail."""
+
+import io
+import random
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from small_runs import assembled, plain_loop, small_project
+
+from engine.errors import NonFinite
+from engine.lanes import open_run_lanes
+from engine.plain import train_step
+from engine.run import run
+from engine.runtime.scheduler import StageFailure
+from engine.schedule import load_schedule
+
+STEPS = 3
+TIMED = {"tokens_per_s"}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_project(tmp_path_factory.mktemp("project"))
+
+
+Result = tuple[list[dict], dict[str, torch.Tensor]]
+
+
+def plainly(project: Path, *overrides: str) -> Result:
+    loop = plain_loop(project, *overrides)
+    rows = [train_step(loop, step) for step in range(STEPS)]
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in rows], loop.parts.masters
+
+
+def on_lanes(project: Path, *overrides: str, seed: int | None = None) -> Result:
+    """The same on lanes, every stage delayed at random where a seed is given."""
+    parts = assembled(project, *overrides)
+    lanes = open_run_lanes(parts)
+    if seed is not None:
+        draw = random.Random(seed)
+        lanes.scheduler._delay = lambda stage, lane, number: draw.random() * 0.02
+    rows: list[dict] = []
+    lanes.scheduler.run(0, STEPS, lambda step, results: rows.append(results[0]))
+    return rows, parts.masters
+
+
+def lanes_of(targets: int, drafters: int, depth: int, micro_batches: int = 3) -> list[str]:
+    names = [", ".join(['"cpu"'] * count) for count in (targets, drafters)]
+    return [
+        f"devices={{targets = [{names[0]}], drafters = [{names[1]}]}}",
+        f"stage.transfer.depth={depth}",
+        f"train.micro_batches={micro_batches}",
+    ]
+
+
+def exactly(one: Result, other: Result) -> None:
+    assert one[0] == other[0]
+    assert all(torch.equal(one[1][name], other[1][name]) for name in other[1])
+
+
+def closely(one: Result, other: Result, tolerance: float = 1e-6) -> None:
+    for row, expected in zip(one[0], other[0], strict=True):
+        assert row["anchors"] == expected["anchors"] and row["tokens"] == expected["tokens"]
+        assert row["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=10 * tolerance)
+
+
+@pytest.mark.parametrize("targets, depth", [(1, 1), (2, 1), (3, 2), (5, 3)])
+def test_one_drafter_equals_the_plain_loop_bit_for_bit(project: Path, targets: int, depth: int) -> None:
+    settings = lanes_of(targets, 1, depth)
+    exactly(on_lanes(project, *settings, seed=targets), plainly(project, "train.micro_batches=3"))
+
+
+@pytest.mark.parametrize("targets, drafters, depth", [(1, 2, 2), (2, 2, 1), (3, 2, 3), (5, 3, 1), (2, 3, 2)])
+def test_several_drafters_equal_the_plain_loop_closely(
+    project: Path, targets: int, drafters: int, depth: int
+) -> None:
+    settings = lanes_of(targets, drafters, depth)
+    closely(on_lanes(project, *settings, seed=depth), plainly(project, "train.micro_batches=3"))
+
+
+def test_thread_timing_targets_depth_and_transfer_change_no_bit_of_several_drafters(project: Path) -> None:
+    reference = on_lanes(project, *lanes_of(1, 2, 1))
+    exactly(on_lanes(project, *lanes_of(1, 2, 1), seed=1), reference)
+    exactly(on_lanes(project, *lanes_of(3, 2, 3), seed=2), reference)
+    with_copies = project.with_name("copies.toml")
+    with_copies.write_text(project.read_text() + '[[plugin]]\nuse = "plugins.async_copy"\n')
+    exactly(on_lanes(with_copies, *lanes_of(2, 2, 2), seed=3), reference)
+
+
+@pytest.mark.parametrize("layout", ["sequential", "pipelined", "colocated"])
+def test_every_layout_computes_the_same(project: Path, layout: str) -> None:
+    rows = on_lanes(project, f"layout={layout}", "train.micro_batches=2", seed=4)
+    closely(rows, plainly(project, "train.micro_batches=2"))
+
+
+@pytest.mark.parametrize("drafters", [1, 2])
+def test_split_taps_equal_joined_ones(project: Path, drafters: int) -> None:
+    split = project.with_name("split.toml")
+    split.write_text(project.read_text() + '[[plugin]]\nuse = "plugins.split_fc"\n')
+    closely(on_lanes(split, *lanes_of(2, drafters, 2), seed=5), plainly(project, "train.micro_batches=3"))
+
+
+def test_masters_of_bfloat16_drafters_are_shared_out_and_agree(project: Path) -> None:
+    settings = [*lanes_of(1, 3, 1), "drafter.dtype=bfloat16"]
+    parts = assembled(project, *settings)
+    lanes = open_run_lanes(parts)
+    lanes.scheduler.run(0, STEPS, None)
+    kept = [set(part.masters.weights) for part in parts.drafters]
+    assert set.union(*kept) == set(parts.drafters[0].masters.parameters)
+    assert sum(len(names) for names in kept) == len(set.union(*kept))
+    for name, master in parts.masters.items():
+        for part in parts.drafters:
+            assert torch.equal(part.masters.parameters[name], master.bfloat16())
+
+
+def test_muon_goes_on_where_a_checkpoint_left_off(project: Path, tmp_path: Path) -> None:
+    muon = tmp_path / "muon.toml"
+    muon.write_text(project.read_text() + '[[plugin]]\nuse = "plugins.muon"\n')
+    quiet = Console(file=io.StringIO())
+    settings = [*lanes_of(2, 2, 1, micro_batches=2), "run.eval_every=0"]
+    schedule = load_schedule(muon, settings)
+    whole = run(schedule, output=tmp_path / "whole", console=quiet)
+    run(schedule, steps=3, output=tmp_path / "broken", console=quiet)
+    broken = run(schedule, output=tmp_path / "broken", resume=True, console=quiet)
+    one, other = (Path(result.checkpoint) / "training/state.safetensors" for result in (whole, broken))
+    assert one.read_bytes() == other.read_bytes()
+    assert any(name.startswith("momentum_buffer.") for name in load_file(one))
+
+
+def test_a_checkpoint_does_not_show_how_many_drafters_wrote_it(project: Path, tmp_path: Path) -> None:
+    quiet = Console(file=io.StringIO())
+    states = []
+    for drafters in (1, 2):
+        schedule = load_schedule(project, [*lanes_of(1, drafters, 1, micro_batches=2), "run.eval_every=0"])
+        result = run(schedule, steps=2, output=tmp_path / str(drafters), console=quiet)
+        states.append(load_file(result.checkpoint / "training/state.safetensors"))
+    assert {name: value.shape for name, value in states[0].items()} == {
+        name: value.shape for name, value in states[1].items()
+    }
+
+
+@pytest.mark.parametrize("stage", ["target-forward", "pack", "transfer", "drafter-fwd-bwd", "optimizer"])
+def test_a_failing_stage_ends_the_run_within_five_seconds_and_is_named(project: Path, stage: str) -> None:
+    parts = assembled(project, *lanes_of(3, 2, 2))
+    lanes = open_run_lanes(parts)
+    original = lanes.scheduler._works[stage]
+
+    def failing(lane: object, number: int, cargo: object) -> object:
+        if number == (1 if stage == "optimizer" else 4):
+            raise NonFinite("planted")
+        return original(lane, number, cargo)  # type: ignore[arg-type]
+
+    lanes.scheduler._works = {**lanes.scheduler._works, stage: failing}
+    begin = time.perf_counter()
+    with pytest.raises(StageFailure, match=rf"{stage}.*(target|drafter)\.\d@cpu.*planted") as found:
+        lanes.scheduler.run(0, 20, None)
+    assert time.perf_counter() - begin < 5
+    assert found.value.exit_code == 4
+    assert stage == "optimizer" or found.value.micro_batch == 4
+
+
+def test_a_bad_gradient_is_named_whichever_drafter_keeps_it(project: Path) -> None:
+    parts = assembled(project, *lanes_of(1, 2, 1))
+    lanes = open_run_lanes(parts)
+    with torch.no_grad():
+        parts.drafters[1].drafter.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * float("nan"))
+    with pytest.raises(StageFailure, match=r"layers\.1\.mlp\.up_proj\.weight is not finite"):
+        lanes.scheduler.run(0, 2, None)
+
+
+def test_a_run_on_lanes_writes_the_losses_of_the_plain_loop(project: Path, tmp_path: Path) -> None:
+    settings = [*lanes_of(2, 1, 2, micro_batches=2), "run.eval_every=0"]
+    result = run(
+        load_schedule(project, settings),
+        steps=STEPS,
+        output=tmp_path / "run",
+        console=Console(file=io.StringIO()),
+    )
+    rows = [orjson.loads(line) for line in (result.folder.path / "metrics.jsonl").read_bytes().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses == [row["loss"] for row in plainly(project, "train.micro_batches=2")[0]]
