@@ -1,9 +1,11 @@
 """Commands. Each imports what it needs when it runs, so that `--help` is quick."""
 
+import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -142,7 +144,7 @@ def main() -> None:
         register_installed_commands(app)
         app()
     except EngineError as error:
-        sys.exit(_report(error))
+        _leave(_report(error), stuck=getattr(error, "stuck", ()))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -150,6 +152,15 @@ def main() -> None:
             sys.exit(_report(OutOfMemory(str(error))))
         traceback.print_exc()
         sys.exit(EngineError.exit_code)
+
+
+def _leave(code: int, stuck: Sequence[str]) -> NoReturn:
+    """Exit; past lanes that sit in a kernel or a compiler, whose threads no exit would get by."""
+    if stuck:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _report(error: EngineError) -> int:

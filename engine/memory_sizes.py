@@ -112,7 +112,7 @@ class DrafterLane:
 
     @property
     def own(self) -> bool:
-        """A float32 drafter is its own master; its gradients are the sums."""
+        """A float32 drafter is its own master; a step's first gradients become its sums."""
         return self.e == 4
 
     @property
@@ -147,14 +147,19 @@ class DrafterLane:
             row += (self.longest + piece * c.block_size) * e  # a query's row of the mask, as a bias
         return Q * (c.layers * row + H * norm + 2 * c.head_dim * 4)  # final norm; cosines and sines
 
-    def context_activations(self) -> int:
-        """What autograd keeps of the context's T rows: taps, projection, norm, each layer's k and v."""
+    def context_activations(self, layers: int | None = None) -> int:
+        """What autograd keeps of the context's T rows: taps, projection, norm, each layer's k and v.
+
+        Args:
+            layers: whose k and v; all by default.
+        """
         c, e, T = self.config, self.e, self.context
         H, K = c.hidden_size, c.kv_heads * c.head_dim
         taps = len(c.target_layer_ids) * H * e * (2 if self.noise else 1)  # noise makes a copy
         once = taps + H * self._norm + H * e + 2 * c.head_dim * 4
         copies = 1 if self.flex else self._pieces_per_document  # each piece joins its document's k and v
-        return T * (once + c.layers * (K * self._norm + 2 * K * e * copies))
+        layers = c.layers if layers is None else layers
+        return T * (once + layers * (K * self._norm + 2 * K * e * copies))
 
     def phases(self, to_bfloat16: tuple[str, ...] = ()) -> list[list[Item]]:
         """What the lane adds to weights, masters and moments: at the last logits, where the backward
@@ -171,8 +176,8 @@ class DrafterLane:
             Item("drafter activations, context", context, ("data.token_budget", *to_bfloat16)),
         ]
         rows = self.anchors * (c.block_size - 1)
-        # Logits, log-sum-exp's temporary, and the chunk before, which its name still holds.
-        logits = min(self.chunk, rows) * c.vocab_size * 4 * (3 if rows > self.chunk else 2)
+        # Logits and log-sum-exp's temporary; a chunk's are gone before the next one's are made.
+        logits = 2 * min(self.chunk, rows) * c.vocab_size * 4
         loss = [
             *earlier,
             *kept,
@@ -187,12 +192,11 @@ class DrafterLane:
         fc = len(c.target_layer_ids) * H * H * e
         layer = [
             attrs.evolve(kept[0], what="drafter activations, first layer", bytes=blocks // c.layers),
-            attrs.evolve(kept[1], bytes=context),
+            attrs.evolve(kept[1], bytes=self.context_activations(layers=1)),
             # A slice's gradient is as large as the whole matrix until it is added.
             Item("projection's gradients of its parts", 2 * fc if self.split_fc else 0),
         ]
-        own = [] if self.own and self.turns > 1 else [Item("drafter gradients", P * e)]
-        end = [*earlier, *own, *layer]
+        end = [*earlier, Item("drafter gradients", P * e), *layer]
         exchanged = 4 * P * (self.lanes - 1) // self.lanes
         optimizer = [*sums, Item("the other drafters' sums of this share", exchanged)]
         return [loss, begin, end, optimizer]

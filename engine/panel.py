@@ -41,6 +41,9 @@ class Panel(Protocol):
     def step(self, row: Row) -> None:
         """A row of metrics.jsonl: `step` counts from 1; keys that are absent show as a dash."""
 
+    def lanes(self, busy: Mapping[str, float]) -> None:
+        """What share of the last moments each lane was at work, in [0, 1], by lane name."""
+
     def message(self, text: str) -> None:
         """A sentence that stays on the screen."""
 
@@ -115,6 +118,9 @@ class PlainLines:
         columns = _COLUMNS + (_EVALUATION if evaluated else ())
         self.message(f"step {step}/{self.total_steps}  {_listed(columns, row)}  ETA {_duration(left)}")
 
+    def lanes(self, busy: Mapping[str, float]) -> None:
+        pass  # a log has the table by stage at the end
+
     def message(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -140,6 +146,7 @@ class LivePanel:
         self.evaluation: dict[str, Any] = {}
         self.left: float | None = None
         self.losses: deque[float] = deque(maxlen=_LOSSES_SHOWN)
+        self.busy: Mapping[str, float] = {}
         self.live = Live(console=console, auto_refresh=False, transient=False)
         self.live.start()
 
@@ -153,6 +160,9 @@ class LivePanel:
             self.evaluation = {**evaluated, "step": row["step"]}
         if self.clock() - self.drawn_at >= _SECONDS_BETWEEN_DRAWINGS or row["step"] >= self.total_steps:
             self._draw()
+
+    def lanes(self, busy: Mapping[str, float]) -> None:
+        self.busy = busy
 
     def message(self, text: str) -> None:
         self.live.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -177,6 +187,11 @@ class LivePanel:
         lines = [bar, _figures(_COLUMNS, self.row)]
         if self.evaluation:
             lines.append(_figures(_EVALUATION, self.evaluation, f"at step {self.evaluation['step']}"))
+        if self.busy:
+            lanes = Table.grid(padding=(0, 1))
+            for name, share in self.busy.items():
+                lanes.add_row(name, ProgressBar(total=1.0, completed=share, width=30), f"{share:4.0%} busy")
+            lines.append(lanes)
         return Group(*lines)
 
 

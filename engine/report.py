@@ -20,6 +20,8 @@ from engine.timing_rows import SpanLog
 
 Rows = list[dict[str, Any]]
 
+SMOOTHING = 0.8  # what stays of a lane's bar at each look, so that it can be read
+
 
 @attrs.define
 class Reporter:
@@ -32,6 +34,9 @@ class Reporter:
     row: dict[str, Any] = attrs.field(factory=dict)
     speeds: list[float] = attrs.field(factory=list)
     spans: SpanLog = attrs.field(factory=SpanLog)
+    busy: dict[str, float] = attrs.field(factory=dict)
+    """By lane, over the last few looks."""
+    looked_at: float = attrs.field(factory=time.perf_counter)
 
     def step(self, row: dict[str, Any], timings: Rows) -> None:
         """A step is done."""
@@ -39,6 +44,7 @@ class Reporter:
         self.speeds.append(row["tokens_per_s"])
         self.timings(timings)
         self.folder.append_metrics(row)
+        self.panel.lanes(self.busy)
         self.panel.step(row)
         self.status("running")
         self.host.tell("step_finished", step=row["step"], row=row)
@@ -47,6 +53,20 @@ class Reporter:
         """Spans that are complete."""
         self.folder.append_timings(rows)
         self.spans.add(rows)
+        self._follow_lanes(rows)
+
+    def _follow_lanes(self, rows: Rows) -> None:
+        """Share of the time since the last look that each lane was at work, smoothed over a few looks."""
+        now = time.perf_counter()
+        elapsed, self.looked_at = (now - self.looked_at) * 1e3, now
+        worked = dict.fromkeys(self.busy, 0.0)
+        for row in rows:
+            if "." not in row["stage"]:  # parts of stages are inside them
+                spent = max(row["host_ms"], row["device_ms"] or 0.0)
+                worked[row["lane"]] = worked.get(row["lane"], 0.0) + spent
+        for lane in sorted(worked, reverse=True):  # targets first
+            share = min(worked[lane] / elapsed, 1.0)
+            self.busy[lane] = SMOOTHING * self.busy.get(lane, share) + (1 - SMOOTHING) * share
 
     def evaluated(self, step: int, figures: dict[str, float]) -> None:
         """The drafter after `step` steps was evaluated; a row of its own in metrics.jsonl."""

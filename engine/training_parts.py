@@ -94,14 +94,19 @@ def load_parts(plan: RunPlan, say: Callable[[str], None]) -> TrainingParts:
     drafter_devices = [torch.device(lane.device) for lane in plan.graph.drafter_lanes]
     shared: dict[torch.device, SharedWeights] = {}
     for device in dict.fromkeys(drafter_devices):
-        target = by_device.get(device, source)
-        weights = SharedWeights(target.embed_tokens.detach(), target.lm_head.detach())
-        shared[device] = weights.to(device, plan.compute_dtype)
+        shared[device] = shared_weights(by_device.get(device, source)).to(device, plan.compute_dtype)
     return TrainingParts(
         plan=plan,
         targets=[by_device[device] for device in target_devices],
         drafters=make_drafters(plan, drafter_devices, shared),
     )
+
+
+def shared_weights(target: Target) -> SharedWeights:
+    """A target's embedding and head; one tensor where the target ties them."""
+    embed_tokens = target.embed_tokens.detach()
+    tied = target.lm_head is target.embed_tokens
+    return SharedWeights(embed_tokens, embed_tokens if tied else target.lm_head.detach())
 
 
 def make_drafters(

@@ -40,6 +40,8 @@ Position = tuple[Tensor, Tensor]
 class Options:
     """What compiles."""
 
+    on: Literal["all", "gpu"] = "all"
+    """`gpu`: lanes on a CPU run uncompiled, so that one schedule serves machines with and without GPUs."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """`aot_eager` runs the traced graphs without generating code: to tell a wrong graph from wrong code."""
 
@@ -97,7 +99,9 @@ class LazyCompile:
         self.options = options
 
     @hookimpl
-    def wrap_drafter(self, drafter: Drafter, lane: Lane, serializer: Serializer) -> Drafter:
+    def wrap_drafter(self, drafter: Drafter, lane: Lane, serializer: Serializer) -> Drafter | None:
+        if self.options.on == "gpu" and lane.device.type != "cuda":
+            return None
         if self.options.backend == "inductor":
             check_compiler(lane.device.type)
         # Two context lengths on each of several devices, with and without gradient, pass the default.

@@ -23,7 +23,7 @@ class Options:
 
     momentum: Annotated[float, Bounds(at_least=0, below=1)] = 0.95
     """Share of the last momentum that stays, Nesterov's form."""
-    iterations: Annotated[int, Bounds(at_least=1)] = 5
+    iterations: Annotated[int, Bounds(at_least=1, below=100)] = 5
     """Newton-Schulz iterations towards the orthogonal matrix."""
 
 
@@ -57,7 +57,7 @@ class Muon:
         self, parameters: dict[str, torch.nn.Parameter], train: Train
     ) -> torch.optim.Optimizer:
         matrices = [weight for weight in parameters.values() if weight.dim() == 2]
-        vectors = [weight for weight in parameters.values() if weight.dim() == 1]
+        vectors = [weight for weight in parameters.values() if weight.dim() != 2]
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             muon = torch.optim.Muon(

@@ -129,3 +129,14 @@ def test_a_resumed_run_counts_its_pace_from_its_first_step() -> None:
 )
 def test_a_sparkline_spans_its_values(values: list[float], bars: str) -> None:
     assert sparkline(values) == bars
+
+
+def test_a_live_panel_has_a_bar_for_every_lane() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    panel = make_panel(10, console)
+    panel.lanes({"target.0@cpu": 0.25, "drafter.0@cpu": 0.9})
+    panel.step(row(10))
+    panel.close()
+    text = console.file.getvalue()
+    assert "target.0@cpu" in text and "25% busy" in text
+    assert "drafter.0@cpu" in text and "90% busy" in text

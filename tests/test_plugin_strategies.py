@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import HIDDEN, row_of, shared_weights, small_config, small_drafter
+from blocks import HIDDEN, recipe_of, row_of, shared_weights, small_config, small_drafter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.dflash.anchors import draw_anchors
 from engine.dflash.drafter import Drafter
+from engine.dflash.masters import Masters, share_out, total_norm
 from engine.dflash.objective import decay_weights, dpace_weights
 from engine.dflash.training import drafter_blocks
 from engine.errors import InputError
@@ -73,6 +74,111 @@ def test_adamw_updates_a_share_of_the_parameters_as_it_updates_the_whole() -> No
         decayed = whole[name] + 0.01 * before[name].grad.sign()  # type: ignore[union-attr]
         factor = 1.0 if name in vectors else 1 - 0.01 * 0.1
         torch.testing.assert_close(decayed, before[name] * factor, rtol=0, atol=1e-5)
+
+
+def muon_masters(shares: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Masters]:
+    """One drafter's masters under Muon, shared out over several optimizers."""
+
+    def make_optimizer(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = answer(
+            "make_optimizer", "plugins.muon", parameters=parameters, train=Train(weight_decay=0.1)
+        )
+        return optimizer
+
+    drafters = [small_drafter(small_config(), seed).to(dtype) for _ in range(shares)]
+    sizes = {name: parameter.numel() for name, parameter in drafters[0].named_parameters()}
+    names = share_out(sizes, shares)
+    return [Masters(drafter, make_optimizer, part) for drafter, part in zip(drafters, names, strict=True)]
+
+
+def muon_step(masters: list[Masters], seed: int, lr: float = 0.01, clip: float = 1.0) -> None:
+    """Update everything that is kept from random gradients of full rank."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = masters[0].parameters
+    sums = {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
+    norms: dict[str, Tensor] = {}
+    for one in masters:
+        norms |= one.receive([{name: sums[name].clone() for name in sums}], 2.0)
+    for one in masters:
+        one.update(total_norm(norms, list(sums)), lr=lr, clip=clip)
+
+
+def state_of(masters: list[Masters]) -> dict[str, Tensor]:
+    return {name: value.clone() for one in masters for name, value in one.state().items()}
+
+
+def assert_same_state(one: list[Masters], other: list[Masters]) -> None:
+    found, expected = state_of(one), state_of(other)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muon_updates_masters_that_are_shared_out_as_it_updates_the_whole(dtype: torch.dtype) -> None:
+    whole, apart = muon_masters(1, dtype=dtype), muon_masters(2, dtype=dtype)
+    assert all(one.weights for one in apart)
+    before = state_of(whole)
+    for step in range(3):
+        muon_step(whole, step)
+        muon_step(apart, step)
+    assert_same_state(apart, whole)
+    assert not any(
+        torch.equal(before[name], value) for name, value in state_of(whole).items() if name in before
+    )
+
+
+def test_muon_keeps_a_momentum_per_matrix_and_adamws_moments_per_vector() -> None:
+    masters = muon_masters(1)
+    muon_step(masters, 0)
+    state = state_of(masters)
+    for name, parameter in masters[0].parameters.items():
+        keys = {"momentum_buffer"} if parameter.dim() == 2 else {"step", "exp_avg", "exp_avg_sq"}
+        assert {full.partition(".")[0] for full in state if full.partition(".")[2] == name} == {
+            "master",
+            *keys,
+        }
+
+
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [(1, 1), (1, 2), (2, 1)])
+def test_muon_goes_on_from_a_saved_state_bit_for_bit_however_it_is_shared_out(
+    saved_by: int, resumed_by: int
+) -> None:
+    unbroken = muon_masters(saved_by)
+    for step in range(2):
+        muon_step(unbroken, step)
+    resumed = muon_masters(resumed_by, seed=9)
+    muon_step(resumed, 77)  # what it held before is replaced
+    saved = state_of(unbroken)
+    for one in resumed:
+        one.load(saved)
+    assert_same_state(resumed, unbroken)
+    for masters in (unbroken, resumed):
+        muon_step(masters, 2)
+        muon_step(masters, 3)
+    assert_same_state(resumed, unbroken)
+
+
+def test_muon_moves_every_matrix_as_far_as_adamw_does_at_the_same_learning_rate() -> None:
+    def distances(lr: float) -> dict[str, float]:
+        masters = muon_masters(1)
+        before = {name: weight.detach().clone() for name, weight in masters[0].weights.items()}
+        muon_step(masters, 0, lr=lr)
+        # Decay goes its own way, by lr · 0.1 of a weight.
+        kept = {name: 1 - lr * 0.1 if weight.dim() == 2 else 1.0 for name, weight in before.items()}
+        return {
+            name: float((weight.detach() - before[name] * kept[name]).square().mean().sqrt())
+            for name, weight in masters[0].weights.items()
+        }
+
+    at, at_half = distances(0.01), distances(0.005)
+    shapes = {tuple(p.shape) for p in muon_masters(1)[0].parameters.values() if p.dim() == 2}
+    assert len({max(shape) for shape in shapes}) > 1  # else a wrong scale could hide
+    for name, parameter in muon_masters(1)[0].parameters.items():
+        # AdamW's updates have a root mean square of 0.2 to 0.4 of lr on the way, and of lr at first.
+        expected = 0.2 * 0.01 if parameter.dim() == 2 else 0.01
+        assert at[name] == pytest.approx(expected, rel=0.25), name
+        assert at_half[name] == pytest.approx(at[name] / 2, rel=1e-2), name
 
 
 # Feature paths
@@ -256,7 +362,8 @@ def run(drafter: Drafter, *documents: tuple[int, int]) -> tuple[Tensor, dict[str
     row = row_of(*documents)
     anchors = draw_anchors(row, seed=0, epoch=0, max_anchors=6)
     taps = torch.randn(row.length, 2 * HIDDEN, generator=torch.Generator().manual_seed(0))
-    hidden, _ = drafter_blocks(drafter, shared_weights(), taps, row, anchors, backend="dense")
+    context = drafter.context(taps)
+    hidden, _ = drafter_blocks(drafter, shared_weights(), context, row, anchors, recipe_of())
     drafter.zero_grad()
     hidden.square().sum().backward()
     return hidden.detach(), {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}

@@ -1,6 +1,8 @@
 """Plugins: how they are found and refused, who answers first, and what the docs' example does."""
 
+import io
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -13,11 +15,14 @@ import attrs
 import pytest
 import torch
 import typer
+from rich.console import Console
+from small_runs import ONE_LANE_EACH, plain_loop, small_project
 from test_commands import engine
 from test_schedule import schedule_with
 
 from engine import plugin_loading
 from engine.errors import InputError, NonFinite
+from engine.plain import train_step
 from engine.plugin_host import (
     DEFAULT_PLUGINS,
     PluginError,
@@ -27,7 +32,8 @@ from engine.plugin_host import (
     register_installed_commands,
 )
 from engine.plugin_loading import PluginRefused
-from engine.schedule import Plugin, Train, structure
+from engine.run import run
+from engine.schedule import Plugin, Train, load_schedule, structure
 
 DOCS = Path(__file__).parent.parent / "docs" / "plugins.md"
 
@@ -341,6 +347,64 @@ def test_the_documented_example_swaps_the_objective_adds_a_stage_and_watches(
     assert count(lane, 7, cargo) is cargo
     host.tell("step_finished", step=10, row={"loss": 2.5})
     assert capsys.readouterr().out == "step 10: loss 2.500, seen {'drafter.0@cpu': 1}\n"
+
+
+def test_the_documented_example_runs_on_lanes_and_all_of_it_takes_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    project = small_project(tmp_path)
+    assert not tmp_path.is_relative_to(DOCS.parent.parent)
+    (tmp_path / "power.py").write_text(documented("python"))
+    # Both end and begin with [train], so what stands behind the docs' heading goes on in the file's.
+    assert "[" not in project.read_text().partition("[train]")[2]
+    heading, _, rest = documented("toml").partition("\n")
+    assert heading == "[train]"
+    with_power = tmp_path / "with_power.toml"
+    with_power.write_text(project.read_text() + rest + "print_every = 2\n")
+    screen = io.StringIO()
+    result = run(load_schedule(with_power, [ONE_LANE_EACH]), console=Console(file=screen, width=200))
+    assert result.steps == 6 and (result.checkpoint / "model.safetensors").is_file()
+
+    # Its objective: the losses are those of the plain loop with these weights, and not the default's.
+    losses = [row["loss"] for row in rows_of(result.folder.path / "metrics.jsonl") if "loss" in row]
+    assert losses == plain_losses(project, power_law) != plain_losses(project, None)
+
+    # Its stage: every micro-batch, once, on the drafter's lane, between its neighbours.
+    began: dict[str, dict[int, float]] = {}
+    for row in rows_of(result.folder.path / "timings.jsonl"):
+        if row["stage"] in ("transfer", "count", "drafter-fwd-bwd"):
+            assert row["lane"] == "drafter.0@cpu"
+            assert row["micro_batch"] not in began.setdefault(row["stage"], {})
+            began[row["stage"]][row["micro_batch"]] = row["start"]
+    assert sorted(began["count"]) == list(range(12))
+    for index, start in began["count"].items():
+        assert began["transfer"][index] <= start <= began["drafter-fwd-bwd"][index]
+    assert re.search(r"\bcount\b", screen.getvalue())
+
+    # Its watching: a line every second step; lanes may be ahead of a step, but not of the last.
+    told = re.findall(r"step (\d): loss ([\d.]+), seen \{'drafter.0@cpu': (\d+)\}", capsys.readouterr().out)
+    assert [(int(step), loss) for step, loss, _ in told] == [(n, f"{losses[n - 1]:.3f}") for n in (2, 4, 6)]
+    assert all(int(seen) >= 2 * int(step) for step, _, seen in told) and told[-1][2] == "12"
+
+
+def power_law(cross_entropy: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
+    """What the documented objective weighs with the schedule's exponent, written another way."""
+    return torch.tensor([1.0, 2.0, 3.0]).pow(-0.7).expand_as(cross_entropy) * supervised
+
+
+def plain_losses(project: Path, weights: Any) -> list[float]:
+    """Six steps of the plain loop, with other weights where some are given."""
+    loop = plain_loop(project)
+    if weights:
+        recipe = attrs.evolve(loop.parts.recipe, weights=weights)
+        plan = attrs.evolve(loop.parts.plan, recipe=recipe)
+        loop = attrs.evolve(loop, parts=attrs.evolve(loop.parts, plan=plan))
+    return [train_step(loop, step)["loss"] for step in range(6)]
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_the_docs_name_every_built_in_plugin_with_its_hooks_and_options() -> None:
