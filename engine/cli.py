@@ -32,6 +32,7 @@ def run_command(
     output: Annotated[Path | None, typer.Option(help="the run's folder")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run in --output")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="one loop without lanes, to compare with")] = False,
     force: Annotated[bool, typer.Option("--force", help="start although memory will not do")] = False,
 ) -> None:
     """Train a drafter."""
@@ -44,6 +45,7 @@ def run_command(
         output=output,
         resume=resume,
         overwrite=overwrite,
+        plain=plain,
         force=force,
     )
 

@@ -1,6 +1,7 @@
 """A run's lanes: the graph of a schedule with its parts and its work in place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
 
@@ -26,6 +27,18 @@ class RunLanes:
 
     scheduler: Scheduler
     timings: Timings
+
+    def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
+        """Run steps [first, last) and hand on each one's row; returns the step to go on with."""
+        return self.scheduler.run(first, last, lambda step, rows: on_step(rows[0]))
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Rows of timings.jsonl that are complete."""
+        return self.timings.drain()
+
+    def flush(self) -> list[dict[str, Any]]:
+        """The rest of them, waiting for the devices."""
+        return self.timings.flush()
 
 
 def open_run_lanes(parts: TrainingParts) -> RunLanes:

@@ -70,6 +70,27 @@ class PlainLoop:
         )
 
 
+class PlainTrainer:
+    """The plain loop behind the interface that lanes have."""
+
+    def __init__(self, parts: TrainingParts) -> None:
+        self._timings: list[dict[str, Any]] = []
+        self._loop = PlainLoop(parts=parts, record_timing=self._timings.append)
+
+    def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
+        """Run steps [first, last) and hand on each one's row."""
+        for step in range(first, last):
+            on_step(train_step(self._loop, step))
+        return last
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Rows of timings.jsonl."""
+        rows, self._timings[:] = list(self._timings), []
+        return rows
+
+    flush = drain
+
+
 def target_forward(parts: TrainingParts, batch: MicroBatch) -> list[Tensor]:
     """Taps of one micro-batch, each [rows, length, H] on the target's device."""
     target = parts.targets[0]
@@ -90,7 +111,6 @@ def train_step(loop: PlainLoop, step: int) -> dict[str, Any]:
         NonFinite: a gradient or the loss is not finite; nothing was updated.
     """
     parts, part, plan = loop.parts, loop.parts.drafters[0], loop.parts.plan
-    begin = time.perf_counter()
     part.begin_step()
     first = step * plan.schedule.train.micro_batches
     for index in range(first, first + plan.schedule.train.micro_batches):
@@ -105,8 +125,7 @@ def train_step(loop: PlainLoop, step: int) -> dict[str, Any]:
     with loop.timed("optimizer", None, step):
         lr = step_learning_rate(parts, step)
         norm = optimizer_step(part, step, lr=lr, clip=plan.schedule.train.clip)
-    row_of_step = step_row(parts, step, norm, lr, part.counts)
-    return row_of_step | {"tokens_per_s": part.tokens / (time.perf_counter() - begin)}
+    return step_row(parts, step, norm, lr, part.counts)
 
 
 def forward_backward(

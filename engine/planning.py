@@ -59,8 +59,11 @@ class RunPlan:
         return [torch.device(name) for name in dict.fromkeys(lane.device for lane in self.graph.lanes)]
 
 
-def plan_run(schedule: Schedule) -> RunPlan:
+def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
     """Resolve and check a schedule against its target, its documents and this machine.
+
+    Args:
+        one_lane_each: plan for the first target's and the first drafter's device alone.
 
     Raises:
         InputError: of the kind that fits; names key, value, finding and cure.
@@ -69,6 +72,8 @@ def plan_run(schedule: Schedule) -> RunPlan:
     targets, drafters = resolve_devices(
         schedule.devices, micro_batches=schedule.train.micro_batches, layout=schedule.layout
     )
+    if one_lane_each:
+        targets, drafters = targets[:1], drafters[:1]
     graph = _graph(schedule, targets, drafters)
     backend = resolve_attention(schedule.drafter.attention, *drafters)
     summary = read_target_config(resolve(schedule.target.path))

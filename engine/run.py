@@ -10,8 +10,9 @@ thread evaluates and saves; within one it writes the rows of finished steps.
 
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -22,16 +23,29 @@ from engine.checkpoint import load_checkpoint, save_checkpoint
 from engine.dflash.decoding import Evaluation
 from engine.environment import environment
 from engine.errors import CheckpointError
-from engine.lanes import RunLanes, open_run_lanes
+from engine.lanes import open_run_lanes
 from engine.memory_plan import check_fits, free_memory
 from engine.panel import make_panel
-from engine.plain import evaluate_held_out, target_forward
+from engine.plain import PlainTrainer, evaluate_held_out, target_forward
 from engine.planning import plan_run
 from engine.report import Reporter, print_plan, print_result, wide_console
 from engine.run_folder import RunFolder, create_run_folder
 from engine.schedule import Schedule
 from engine.target.taps import check_taps
 from engine.training_parts import TrainingParts, load_parts, peak_memory
+
+
+class Trainer(Protocol):
+    """What trains stretches of steps: lanes, or the plain loop."""
+
+    def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
+        """Run steps [first, last), hand on each one's row; returns the step to go on with."""
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Rows of timings.jsonl that are complete."""
+
+    def flush(self) -> list[dict[str, Any]]:
+        """The rest of them, waiting for the devices."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +70,7 @@ def run(
     output: Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    plain: bool = False,
     force: bool = False,
     console: Console | None = None,
 ) -> RunResult:
@@ -65,6 +80,7 @@ def run(
         steps: stop after this many steps; the learning rate still ends where the schedule says.
         output: the run's folder, instead of a new one in `run.output_dir`.
         resume: go on with the run in `output`. overwrite: remove it first.
+        plain: train in one loop without lanes, on the first target's and the first drafter's device.
         force: go on although the memory plan says that it cannot fit.
 
     Raises:
@@ -72,7 +88,7 @@ def run(
     """
     console = console or wide_console()
     torch.set_num_threads(schedule.run.cpu_threads)
-    plan = plan_run(schedule)
+    plan = plan_run(schedule, one_lane_each=plain)
     print_plan(plan, console)
     check_fits(plan.memory, free_memory(plan.memory.devices), force)
     folder = create_run_folder(
@@ -84,7 +100,7 @@ def run(
         parts = load_parts(plan, lambda line: console.print(line, markup=False, highlight=False))
         start = _restore(folder, parts) if resume else 0
         _check_first_taps(parts)
-        lanes = open_run_lanes(parts)
+        trainer = PlainTrainer(parts) if plain else open_run_lanes(parts)
     except BaseException:  # whatever it was: a run without a first step is no run
         if not resume:
             folder.discard()
@@ -98,10 +114,10 @@ def run(
         plan.host.tell(
             "run_started", schedule=plan.schedule, folder=folder.path, first_step=start, last_step=last
         )
-        result = _train(parts, lanes, folder, report, start, last)
+        result = _train(parts, trainer, folder, report, start, last)
         plan.host.tell("run_finished", step=last, folder=folder.path)
     except BaseException as error:
-        report.failed(error, lanes.timings.drain())
+        report.failed(error, trainer.drain())
         plan.host.tell_failure(error)
         raise
     finally:
@@ -131,7 +147,7 @@ def _check_first_taps(parts: TrainingParts) -> None:
 
 
 def _train(
-    parts: TrainingParts, lanes: RunLanes, folder: RunFolder, report: Reporter, start: int, last: int
+    parts: TrainingParts, trainer: Trainer, folder: RunFolder, report: Reporter, start: int, last: int
 ) -> RunResult:
     plan, schedule = parts.plan, parts.plan.schedule
     before = after = None
@@ -145,11 +161,11 @@ def _train(
         end = min(last, _next_stop(step, schedule.run.eval_every), _next_stop(step, schedule.run.save_every))
         clock = _StepClock()
 
-        def finished(done: int, rows: list[Any], clock: _StepClock = clock) -> None:
-            report.step(rows[0] | {"tokens_per_s": clock.speed(rows[0]["tokens"])}, lanes.timings.drain())
+        def finished(row: dict[str, Any], clock: _StepClock = clock) -> None:
+            report.step(row | {"tokens_per_s": clock.speed(row["tokens"])}, trainer.drain())
 
-        step = lanes.scheduler.run(step, end, finished)
-        report.timings(lanes.timings.flush())
+        step = trainer.train(step, end, finished)
+        report.timings(trainer.flush())
         if plan.held_out and (step == last or _due(step, schedule.run.eval_every)):
             after = evaluate_held_out(parts, plan.held_out)
             report.evaluated(step, after.row())

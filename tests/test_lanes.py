@@ -176,12 +176,12 @@ def test_a_bad_gradient_is_named_whichever_drafter_keeps_it(project: Path) -> No
 
 def test_a_run_on_lanes_writes_the_losses_of_the_plain_loop(project: Path, tmp_path: Path) -> None:
     settings = [*lanes_of(2, 1, 2, micro_batches=2), "run.eval_every=0"]
-    result = run(
-        load_schedule(project, settings),
-        steps=STEPS,
-        output=tmp_path / "run",
-        console=Console(file=io.StringIO()),
-    )
+    console = Console(file=io.StringIO())
+    schedule = load_schedule(project, settings)
+    plain = run(schedule, steps=STEPS, output=tmp_path / "plain", plain=True, console=console)
+    result = run(schedule, steps=STEPS, output=tmp_path / "run", console=console)
+    weights = [load_file(one.checkpoint / "model.safetensors") for one in (plain, result)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     rows = [orjson.loads(line) for line in (result.folder.path / "metrics.jsonl").read_bytes().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses == [row["loss"] for row in plainly(project, "train.micro_batches=2")[0]]
