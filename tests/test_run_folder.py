@@ -222,7 +222,7 @@ def test_rows_are_there_as_soon_as_they_are_appended(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for step in (1, 2):
         run.append_metrics({"step": step, "loss": np.float32(0.5), "accuracy_by_slot": [0.1, 0.2]})
-        run.append_timings({"stage": "pack", "step": step})
+        run.append_timings([{"stage": "pack", "step": step}])
         rows = [orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()]
         assert len(rows) == step and rows[-1]["step"] == step and rows[-1]["loss"] == 0.5
     assert len((tmp_path / "timings.jsonl").read_text().splitlines()) == 2
@@ -310,7 +310,7 @@ def test_rows_after_the_checkpoint_and_a_torn_last_line_are_cut(tmp_path: Path) 
     run = RunFolder(tmp_path)
     for step in range(1, 8):
         run.append_metrics({"step": step})
-        run.append_timings({"step": step})
+        run.append_timings([{"step": step}])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 3, "lo')
     assert run.cut_metrics_after(5) == 2 + 1 + 2
