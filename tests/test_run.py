@@ -1,6 +1,7 @@
 """Whole runs of the plain loop on a small hybrid target."""
 
 import io
+import shutil
 from pathlib import Path
 
 import attrs
@@ -166,6 +167,29 @@ def test_training_learns_what_can_be_learnt(project: Path, tmp_path: Path) -> No
     assert result.before and result.after
     assert result.before.accepted_length < 1.5 and result.after.accepted_length > 2.5
     assert result.after.held_out_loss < result.before.held_out_loss - 0.5
+
+
+@pytest.mark.parametrize("layer_types", ['["full_attention", "full_attention"]', None], ids=["full", "mixed"])
+def test_one_document_is_learnt_and_its_exported_files_draft_whole_blocks(
+    project: Path, tmp_path: Path, layer_types: str | None
+) -> None:
+    ids = torch.randperm(90, generator=torch.Generator().manual_seed(0))[:41].tolist()
+    write_documents(tmp_path / "one", [(ids, [0] * 4 + [1] * 37)], vocab_size=VOCAB)
+    schedule = tmp_path / "one.toml"
+    text = project.read_text().replace(f'held_out = "{project.parent}/held_out"\n', "")
+    if layer_types:
+        text = text.replace('["sliding_attention", "full_attention"]', layer_types)
+        text = text.replace("sliding_window = 16\n", "")
+    schedule.write_text(text + '[[plugin]]\nuse = "plugins.muon"\n')
+    overrides = (f"data.path={tmp_path}/one", "run.steps=120", "train.lr=2e-2", "data.max_anchors=40")
+    result = trained(schedule, tmp_path / "run", *overrides)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(result.checkpoint / name, exported)
+    served = assembled(schedule, *overrides, f"drafter.init={exported}")
+    evaluation = evaluate_held_out(served, served.plan.train)
+    assert evaluation.accepted_length >= 3.5 and evaluation.accuracy > 0.98  # of 4
 
 
 def test_zeroed_taps_are_a_control_that_trains(project: Path, unbroken: Path, tmp_path: Path) -> None:
