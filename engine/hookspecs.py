@@ -26,6 +26,7 @@ import pluggy
 if TYPE_CHECKING:
     import torch
     import typer
+    from rich.progress import Progress
     from torch import Tensor
 
     from engine.data.documents import Documents
@@ -177,11 +178,12 @@ def load_target(
     target_layer_ids: Sequence[int],
     device: torch.device,
     seed: int,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] | Progress,
 ) -> Target | None:
     """The frozen target on one device, with forward hooks at its taps.
 
-    `folder` is `target.path` resolved. Copies for further lanes are the engine's; it calls this once.
+    `progress` takes a line per file read, or is rich's display, for a bar. `folder` is `target.path`
+    resolved. Copies for further lanes are the engine's; it calls this once.
     """
 
 

@@ -3,11 +3,14 @@
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from engine.dflash.decoding import Evaluation
@@ -69,9 +72,8 @@ class Reporter:
             self.busy[lane] = SMOOTHING * self.busy.get(lane, share) + (1 - SMOOTHING) * share
 
     def evaluated(self, step: int, figures: dict[str, float]) -> None:
-        """The drafter after `step` steps was evaluated; a row of its own in metrics.jsonl."""
+        """The drafter after `step` steps was evaluated; the step's own row has the figures already."""
         row = {"step": step, **figures}
-        self.folder.append_metrics(row)
         self.panel.step(row)
         self.host.tell("evaluated", step=step, row=row)
 
@@ -99,6 +101,16 @@ class Reporter:
             | figures
             | facts
         )
+
+
+@contextmanager
+def loading_bar(console: Console) -> Iterator[Progress | None]:
+    """A bar for shards that load, on a terminal; elsewhere None, and lines are printed instead."""
+    if not console.is_terminal:
+        yield None
+        return
+    with Progress(console=console, transient=True) as progress:
+        yield progress
 
 
 def wide_console() -> Console:

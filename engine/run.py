@@ -28,7 +28,7 @@ from engine.memory_plan import check_fits, free_memory
 from engine.panel import make_panel
 from engine.plain import PlainTrainer, evaluate_held_out, target_forward
 from engine.planning import plan_run
-from engine.report import Reporter, print_plan, print_result, wide_console
+from engine.report import Reporter, loading_bar, print_plan, print_result, wide_console
 from engine.run_folder import RunFolder, create_run_folder
 from engine.schedule import Schedule
 from engine.target.taps import check_taps
@@ -97,7 +97,10 @@ def run(
     try:
         # On a CPU it would say that packages are not installed, which they are; what runs is printed.
         transformers.logging.set_verbosity_error()
-        parts = load_parts(plan, lambda line: console.print(line, markup=False, highlight=False))
+        with loading_bar(console) as progress:
+            parts = load_parts(
+                plan, lambda line: console.print(line, markup=False, highlight=False), progress
+            )
         start = _restore(folder, parts) if resume else 0
         _check_first_taps(parts)
         trainer = PlainTrainer(parts) if plain else open_run_lanes(parts)
@@ -154,21 +157,20 @@ def _train(
     report.status("running")
     if plan.held_out and not start:
         before = evaluate_held_out(parts, plan.held_out)
+        folder.append_metrics({"step": 0, **before.row()})
         report.evaluated(0, before.row())
     checkpoint = None
     step = start
     while step < last:
         end = min(last, _next_stop(step, schedule.run.eval_every), _next_stop(step, schedule.run.save_every))
-        clock = _StepClock()
-
-        def finished(row: dict[str, Any], clock: _StepClock = clock) -> None:
-            report.step(row | {"tokens_per_s": clock.speed(row["tokens"])}, trainer.drain())
-
-        step = trainer.train(step, end, finished)
-        report.timings(trainer.flush())
-        if plan.held_out and (step == last or _due(step, schedule.run.eval_every)):
+        evaluates = plan.held_out is not None and (end == last or _due(end, schedule.run.eval_every))
+        stretch = _Stretch(report, trainer, end, evaluates)
+        step = trainer.train(step, end, stretch.finished)
+        if stretch.held_back is not None and plan.held_out:
             after = evaluate_held_out(parts, plan.held_out)
+            report.step(stretch.held_back | after.row(), trainer.drain())
             report.evaluated(step, after.row())
+        report.timings(trainer.flush())
         if step == last or _due(step, schedule.run.save_every):
             checkpoint = save_checkpoint(folder, parts, step)
             report.checkpoint(step, checkpoint)
@@ -188,16 +190,26 @@ def _train(
     )
 
 
-class _StepClock:
-    """Speed of a step: its tokens over the time since the one before it was finished."""
+@attrs.define
+class _Stretch:
+    """Steps between two stops. The last one's row waits for the evaluation, whose figures it will bear."""
 
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
+    report: Reporter
+    trainer: Trainer
+    end: int
+    evaluates: bool
+    held_back: dict[str, Any] | None = None
+    clock: float = attrs.field(factory=time.perf_counter)
 
-    def speed(self, tokens: int) -> float:
+    def finished(self, row: dict[str, Any]) -> None:
+        """Report a step; its speed is its tokens over the time since the one before."""
         now = time.perf_counter()
-        elapsed, self.last = now - self.last, now
-        return tokens / elapsed
+        row |= {"tokens_per_s": row["tokens"] / (now - self.clock)}
+        self.clock = now
+        if self.evaluates and row["step"] == self.end:
+            self.held_back = row
+        else:
+            self.report.step(row, self.trainer.drain())
 
 
 def _due(step: int, every: int) -> bool:

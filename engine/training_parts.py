@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import torch
+from rich.progress import Progress
 
 from engine.data.batches import MicroBatch
 from engine.dflash.drafter import Drafter, build_drafter
@@ -78,14 +79,15 @@ class TrainingParts:
             part.masters.load(state)
 
 
-def load_parts(plan: RunPlan, say: Callable[[str], None]) -> TrainingParts:
+def load_parts(plan: RunPlan, say: Callable[[str], None], progress: Progress | None = None) -> TrainingParts:
     """Load the target, copy it to where it is needed, and make the drafters; nothing is written.
 
     Args:
         say: takes lines about progress.
+        progress: a display that shows a bar instead, while files are read.
     """
     target_devices = [torch.device(lane.device) for lane in plan.graph.target_lanes]
-    by_device = {target_devices[0]: _load_target(plan, target_devices[0], say)}
+    by_device = {target_devices[0]: _load_target(plan, target_devices[0], say, progress)}
     for device in target_devices:
         if device not in by_device:
             say(f"target: {target_devices[0]} → {device}")
@@ -142,7 +144,9 @@ def _fill(drafter: Drafter, plan: RunPlan) -> None:
         fill_drafter(drafter, read_drafter_weights(folder, read_drafter_config(folder)), init)
 
 
-def _load_target(plan: RunPlan, device: torch.device, say: Callable[[str], None]) -> Target:
+def _load_target(
+    plan: RunPlan, device: torch.device, say: Callable[[str], None], progress: Progress | None
+) -> Target:
     target: Target = plan.host.choose(
         "load_target",
         target=plan.schedule.target,
@@ -150,7 +154,7 @@ def _load_target(plan: RunPlan, device: torch.device, say: Callable[[str], None]
         target_layer_ids=plan.drafter_config.target_layer_ids,
         device=device,
         seed=plan.schedule.run.seed,
-        progress=say,
+        progress=progress or say,
     )
     kernels = "; ".join(f"{operation}: {kernel}" for operation, kernel in target.kernels().items())
     say(f"kernels: {kernels}")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from rich.progress import Progress
 
 from engine.hookspecs import hookimpl
 from engine.schedule import Target as TargetSection
@@ -26,7 +27,7 @@ class HuggingFaceTarget:
         target_layer_ids: Sequence[int],
         device: torch.device,
         seed: int,
-        progress: Callable[[str], None],
+        progress: Callable[[str], None] | Progress,
     ) -> Target:
         return load_huggingface_target(
             folder,

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -222,22 +221,27 @@ def python(code: str) -> str:
 
 def test_importing_the_package_is_quick_and_loads_no_torch() -> None:
     quickest = min(float(python(IMPORT_TIME)) for _ in range(3))
-    assert quickest < 0.3
+    assert quickest < 0.3  # of processor time, so that a busy machine does not decide
 
 
 IMPORT_TIME = """
 import sys, time
-begin = time.perf_counter()
+begin = time.process_time()
 import engine, engine.cli
-print(time.perf_counter() - begin)
+print(time.process_time() - begin)
 assert not {"torch", "transformers", "triton", "fla", "jax"} & set(sys.modules)
 """
 
 
 def test_help_is_quick() -> None:
-    begin = time.perf_counter()
-    python("import sys; sys.argv = ['engine', '--help']; from engine.cli import main; main()")
-    assert time.perf_counter() - begin < 3
+    code = """
+import atexit, sys, time
+atexit.register(lambda: print("seconds", time.process_time()))
+sys.argv = ["engine", "--help"]
+from engine.cli import main
+main()
+"""
+    assert float(python(code).rpartition("seconds")[2]) < 1.5
 
 
 def test_jax_is_never_imported() -> None:
