@@ -38,7 +38,7 @@ def main() -> None:
         steps, values = series(run, "loss")
         (line,) = losses.plot(steps, running_mean(values), label=f"{label}, training")
         steps, values = series(run, "held_out_loss")
-        losses.plot(steps, values, "o--", color=line.get_color(), label=f"{label}, held out")
+        losses.plot(steps, values, "o", color=line.get_color(), label=f"{label}, held out")
         lengths.plot(*series(run, "accepted_length"), "o-", color=line.get_color(), label=label)
     losses.set(xlabel="step", ylabel="loss, nats per token")
     lengths.set(xlabel="step", ylabel="accepted length, held-out answers", ylim=(0.9, None))
