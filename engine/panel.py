@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 _BARS = "▁▂▃▄▅▆▇█"
-_LOSSES_SHOWN = 40
+_LOSSES_SHOWN = 20
 _SECONDS_BETWEEN_DRAWINGS = 0.1
 
 Row = Mapping[str, Any]
@@ -180,7 +180,7 @@ class LivePanel:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(
             Text(f"step {step}/{self.total_steps}", style="bold"),
-            ProgressBar(total=max(self.total_steps, 1), completed=step, width=30),
+            ProgressBar(total=max(self.total_steps, 1), completed=step, width=30, finished_style="green"),
             Text(f"ETA {_duration(self.left)}"),
             Text(sparkline(list(self.losses)), style="cyan"),
         )

@@ -215,6 +215,10 @@ def register_installed_commands(app: Any) -> None:
 def _call(plugin: LoadedPlugin, implementation: pluggy.HookImpl, hook: str, given: dict[str, Any]) -> Any:
     try:
         return implementation.function(*(given[name] for name in implementation.argnames))
+    except InputError as error:
+        if plugin.origin == "default":
+            raise  # what the user gave is wrong, and nobody's plugin is
+        raise PluginError(plugin, hook, error) from error
     except Exception as error:
         raise PluginError(plugin, hook, error) from error
 

@@ -67,7 +67,7 @@ class Reporter:
             if "." not in row["stage"]:  # parts of stages are inside them
                 spent = max(row["host_ms"], row["device_ms"] or 0.0)
                 worked[row["lane"]] = worked.get(row["lane"], 0.0) + spent
-        for lane in sorted(worked, reverse=True):  # targets first
+        for lane in sorted(worked, key=lambda name: (name.startswith("drafter"), name)):
             share = min(worked[lane] / elapsed, 1.0)
             self.busy[lane] = SMOOTHING * self.busy.get(lane, share) + (1 - SMOOTHING) * share
 
@@ -142,7 +142,7 @@ def print_result(
 ) -> None:
     """Time by stage, and held-out figures before and after."""
     if report.speeds:
-        console.print(summarise(report.spans.spans()).table())
+        console.print(summarise(report.spans.spans()).table(narrow=console.width < 105))
     if after:
         table = Table(title="held-out documents")
         for heading in ("", "before", "after"):
@@ -151,5 +151,5 @@ def print_result(
             figures = [
                 f"{getattr(evaluation, name):.4f}" if evaluation else "–" for evaluation in (before, after)
             ]
-            table.add_row(name.replace("_", " "), *figures)
+            table.add_row(name.replace("_", " ").replace("held out", "held-out"), *figures)
         console.print(table)

@@ -29,7 +29,7 @@ from engine.panel import make_panel
 from engine.plain import PlainTrainer, evaluate_held_out, target_forward
 from engine.planning import plan_run
 from engine.report import Reporter, loading_bar, print_plan, print_result, wide_console
-from engine.run_folder import RunFolder, create_run_folder
+from engine.run_folder import RunFolder, check_run_folder, create_run_folder
 from engine.schedule import Schedule
 from engine.target.taps import check_taps
 from engine.training_parts import TrainingParts, load_parts, peak_memory
@@ -87,6 +87,7 @@ def run(
         EngineError: of the kind that fits; its exit code is the command's.
     """
     console = console or wide_console()
+    check_run_folder(output, resume=resume, overwrite=overwrite)
     torch.set_num_threads(schedule.run.cpu_threads)
     plan = plan_run(schedule, one_lane_each=plain)
     print_plan(plan, console)

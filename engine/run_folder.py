@@ -165,14 +165,15 @@ def create_run_folder(
         ScheduleError: `output` holds another run, or files that no run wrote.
         InputError: the place cannot be written (nothing is left behind), or the flags make no sense.
     """
-    if resume and overwrite:
-        raise InputError("--resume goes on with a run and --overwrite removes it: give one of the two")
-    if output is None and (resume or overwrite):
-        raise InputError(f"--{'resume' if resume else 'overwrite'} needs --output, the run that is meant")
+    check_run_folder(output, resume=resume, overwrite=overwrite)
     try:
         if output is None:
             return _create_numbered(Path(output_dir).resolve(), schedule_name)
-        return _create_named(Path(output).resolve(), resume, overwrite)
+        path = Path(output).resolve()
+        made = _make_and_probe(path)
+        if overwrite:
+            _remove_run(path)
+        return RunFolder(path, made, fresh=not resume)
     except OSError as error:
         raise InputError(
             f"{output or output_dir}: the run's folder cannot be written: {error.strerror}; choose another "
@@ -180,7 +181,23 @@ def create_run_folder(
         ) from error
 
 
-def _create_named(path: Path, resume: bool, overwrite: bool) -> RunFolder:
+def check_run_folder(output: str | Path | None, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Refuse what `create_run_folder` would, before anything else is looked at; nothing is written.
+
+    Raises:
+        ScheduleError: `output` holds another run, or files that no run wrote.
+        InputError: the flags make no sense, or `output` is a file.
+    """
+    if resume and overwrite:
+        raise InputError("--resume goes on with a run and --overwrite removes it: give one of the two")
+    if output is None and (resume or overwrite):
+        flag = "resume" if resume else "overwrite"
+        raise InputError(
+            f"--{flag} without --output: give --output FOLDER, the folder of the run that is meant"
+        )
+    if output is None:
+        return
+    path = Path(output).resolve()
     if path.exists() and not path.is_dir():
         raise InputError(f"{path}: is a file; give a folder for the run")
     holds_run = any((path / name).exists() for name in (*RUN_FILES, CHECKPOINTS))
@@ -194,10 +211,6 @@ def _create_named(path: Path, resume: bool, overwrite: bool) -> RunFolder:
             )
         if holds_run and not overwrite:
             raise ScheduleError(f"{path}: holds another run; give another folder, --resume or --overwrite")
-    made = _make_and_probe(path)
-    if overwrite:
-        _remove_run(path)
-    return RunFolder(path, made, fresh=not resume)
 
 
 def _create_numbered(parent: Path, schedule_name: str) -> RunFolder:

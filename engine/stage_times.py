@@ -96,11 +96,19 @@ class StageTimes:
     """Devices that several lanes share."""
     bound: Bound
 
-    def table(self) -> Table:
-        """Time by stage and lane, parts below their stage."""
+    def table(self, *, narrow: bool = False) -> Table:
+        """Time by stage and lane, parts below their stage; `narrow` fits 80 columns."""
         table = Table(title="time by stage", title_justify="left", box=box.SIMPLE)
         for heading in ("stage", "lane"):
             table.add_column(heading, no_wrap=True)
+        if narrow:
+            for heading in ("count", "mean ms", "share", "waiting"):
+                table.add_column(heading, justify="right", no_wrap=True)
+            for row in self.stages:
+                name = row.stage if row.part_of is None else "  " + row.stage.removeprefix(row.part_of)
+                figures = (f"{row.mean_ms:,.1f}", f"{row.share:.1%}", f"{row.waiting_share:.1%}")
+                table.add_row(name, row.lane, f"{row.count:,}", *figures)
+            return table
         for heading in ("count", "mean ms", "p50 ms", "p95 ms", "share", "waited ms", "waiting"):
             table.add_column(heading, justify="right", no_wrap=True)
         for row in self.stages:

@@ -120,7 +120,7 @@ def make_drafters(
     for rank, device in enumerate(devices):
         drafter = build_drafter(config, device, plan.compute_dtype)
         drafter.requires_grad_(True)
-        _fill(drafter, plan)
+        _fill(drafter, plan, parts[0].drafter if parts else None)
         sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
 
         def make_optimizer(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -135,9 +135,13 @@ def make_drafters(
     return parts
 
 
-def _fill(drafter: Drafter, plan: RunPlan) -> None:
+@torch.no_grad()
+def _fill(drafter: Drafter, plan: RunPlan, first: Drafter | None) -> None:
     init = plan.schedule.drafter.init
-    if init == "fresh":
+    if first is not None:  # a copy is quicker than drawing or reading the same numbers again
+        for parameter, original in zip(drafter.parameters(), first.parameters(), strict=True):
+            parameter.copy_(original)
+    elif init == "fresh":
         drafter.initialise(plan.schedule.run.seed)
     else:
         folder = Path(init)
@@ -156,7 +160,8 @@ def _load_target(
         seed=plan.schedule.run.seed,
         progress=progress or say,
     )
-    kernels = "; ".join(f"{operation}: {kernel}" for operation, kernel in target.kernels().items())
+    short = {name: ".".join(kernel.split(".")[-2:]) for name, kernel in target.kernels().items()}
+    kernels = "; ".join(f"{operation}: {kernel}" for operation, kernel in short.items())
     say(f"kernels: {kernels}")
     return target
 

@@ -112,7 +112,7 @@ def test_items_grow_with_the_keys_that_the_advice_names(tmp_path: Path) -> None:
     assert grown("target forward", shapes=((64, 32),)) == 2
     assert grown("drafter activations, context", "data.token_budget=2048", shapes=((64, 32),)) == 2
     assert grown("target weights", "target.dtype=bfloat16") == 0.5
-    assert grown("AdamW moments", "drafter.dtype=bfloat16") == 1
+    assert grown("optimizer state", "drafter.dtype=bfloat16") == 1
 
 
 def test_drafters_share_out_masters_and_moments_but_not_gradient_sums(
@@ -122,7 +122,7 @@ def test_drafters_share_out_masters_and_moments_but_not_gradient_sums(
     schedule = attrs.evolve(schedule, train=attrs.evolve(schedule.train, micro_batches=4))
     one = planned(schedule, summary, targets=("cuda:0",), drafters=("cuda:1",), shapes=LARGE_SHAPES)
     two = planned(schedule, summary, targets=("cuda:0",), drafters=("cuda:1", "cuda:2"), shapes=LARGE_SHAPES)
-    for item, factor in (("master weights", 0.5), ("AdamW moments", 0.5), ("gradient sums", 1)):
+    for item, factor in (("master weights", 0.5), ("optimizer state", 0.5), ("gradient sums", 1)):
         assert size(two, "cuda:1", item) == size(one, "cuda:1", item) * factor
         assert size(two, "cuda:2", item) == size(two, "cuda:1", item)
 

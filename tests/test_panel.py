@@ -85,7 +85,7 @@ def test_a_terminal_gets_a_panel_with_every_figure() -> None:
     last = written(console).rpartition("step 100/200")[2]
     for words in ("loss 3.0000", "accuracy 12.5%", "block prefix 1.50", "tokens/s 12,346"):
         assert words in last
-    assert "ETA 1 min 40 s" in last and "━" in last and "███▇▇▇" in last
+    assert "ETA 1 min 40 s" in last and "━" in last and "██▇▇▇▆▆" in last
     assert "held-out loss 2.5000" in last and "accepted length 2.25" in last and "at step 100" in last
     assert last.endswith("\n\x1b[?25h"), "what is printed next starts on its own line"
 

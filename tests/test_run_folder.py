@@ -149,7 +149,7 @@ def test_checkpoints_that_stand_elsewhere_are_not_removed_through_a_link(tmp_pat
 def test_flags_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="one of the two"):
         create_run_folder("runs", "small", tmp_path, resume=True, overwrite=True)
-    with pytest.raises(InputError, match="--resume needs --output"):
+    with pytest.raises(InputError, match="--resume without --output"):
         create_run_folder(tmp_path, "small", resume=True)
     with pytest.raises(InputError, match="holds no run to resume"):
         create_run_folder("runs", "small", tmp_path / "absent", resume=True)

@@ -11,7 +11,7 @@ from engine.errors import DifferenceFound, InputError
 from engine.verify import compare, verify_files
 
 GOLDEN = Path(__file__).parent / "golden"
-REFERENCES = sorted(path for path in GOLDEN.glob("*.safetensors") if path.stem != "decode")
+REFERENCES = sorted(GOLDEN.glob("*.safetensors"))
 
 
 def test_all_ten_training_references_are_here() -> None:
