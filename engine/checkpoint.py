@@ -26,6 +26,8 @@ from engine.whole_files import write_whole
 STATE = Path("training/state.safetensors")
 CURSOR = Path("training/cursor.json")
 
+CURSOR_KEYS = ("step", "tensors", "micro_batch", "seed", "total_steps", "data_fingerprint", "schedule")
+
 DECIDING = ("target", "drafter", "data", "train")
 """Sections that decide what a step computes; a resumed run must not change them."""
 
@@ -33,8 +35,10 @@ DECIDING = ("target", "drafter", "data", "train")
 def save_checkpoint(folder: RunFolder, parts: TrainingParts, step: int) -> Path:
     """Write the checkpoint after `step` steps and make it the latest."""
     plan = parts.plan
+    state = {name: value.cpu().contiguous() for name, value in parts.state().items()}
     cursor = {
         "step": step,
+        "tensors": len(state),
         "micro_batch": step * plan.schedule.train.micro_batches,
         "seed": plan.schedule.run.seed,
         "total_steps": plan.total_steps,
@@ -45,7 +49,6 @@ def save_checkpoint(folder: RunFolder, parts: TrainingParts, step: int) -> Path:
     def write(path: Path) -> None:
         write_drafter(path, plan.drafter_config, parts.masters)
         (path / STATE.parent).mkdir()
-        state = {name: value.cpu().contiguous() for name, value in parts.state().items()}
         save_file(state, path / STATE)
         (path / CURSOR).write_bytes(orjson.dumps(cursor, option=orjson.OPT_INDENT_2))
 
@@ -67,9 +70,15 @@ def load_checkpoint(path: Path, parts: TrainingParts) -> int:
             f"{path}: resuming would not continue that run; it differs in\n  " + "\n  ".join(differences)
         )
     try:
-        parts.load(load_file(path / STATE))
+        state = load_file(path / STATE)
     except (SafetensorError, FileNotFoundError) as error:
         raise CheckpointError(f"{path / STATE}: cannot be read: {error}") from error
+    if len(state) != cursor["tensors"]:
+        raise CheckpointError(
+            f"{path / STATE}: holds {len(state)} tensors, and {cursor['tensors']} were written; "
+            "resume from another checkpoint"
+        )
+    parts.load(state)
     return int(cursor["step"])
 
 
@@ -83,13 +92,21 @@ def read_cursor(path: Path) -> dict[str, Any]:
         ) from error
     except orjson.JSONDecodeError as error:
         raise CheckpointError(f"{path / CURSOR}: not JSON: {error}") from error
+    missing = [key for key in CURSOR_KEYS if key not in cursor]
+    if missing:
+        raise CheckpointError(f"{path / CURSOR}: lacks {', '.join(missing)}; resume from another checkpoint")
     return cursor
 
 
 def drift(cursor: dict[str, Any], parts: TrainingParts) -> list[str]:
     """What decides a step's numbers and is not as it was, one line each."""
     plan = parts.plan
-    now, then = tomllib.loads(plan.schedule.to_toml()), tomllib.loads(cursor["schedule"])
+    try:
+        now, then = tomllib.loads(plan.schedule.to_toml()), tomllib.loads(cursor["schedule"])
+    except tomllib.TOMLDecodeError as error:
+        raise CheckpointError(
+            f"the checkpoint's cursor holds no schedule that can be read: {error}"
+        ) from error
     lines = []
     for section in DECIDING:
         for key in sorted(now[section].keys() | then[section].keys()):

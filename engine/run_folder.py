@@ -95,7 +95,7 @@ class RunFolder:
         if not steps and not latest.is_symlink():
             return None
         named = f"names {os.readlink(latest)}, which is gone" if latest.is_symlink() else "is missing"
-        there = f"name one of {', '.join(steps)} itself" if steps else "no other is there"
+        there = f"point it at one of {', '.join(steps)}" if steps else "no other is there"
         raise CheckpointError(f"{latest}: {named}; {there}")
 
     def cut_metrics_after(self, step: int) -> int:
@@ -309,6 +309,8 @@ def _rows_up_to(path: Path, lines: list[bytes], step: int) -> list[bytes]:
     for number, line in enumerate(lines, start=1):
         if number == len(lines) and not line.endswith(b"\n"):
             break
+        if not line.strip():
+            continue
         try:
             row_step = orjson.loads(line)["step"]
         except (orjson.JSONDecodeError, KeyError, TypeError):

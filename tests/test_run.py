@@ -9,7 +9,7 @@ import orjson
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_runs import VOCAB, assembled, plain_loop, small_project
 
 from engine.data.documents import open_documents
@@ -149,6 +149,34 @@ def test_a_resume_that_would_not_continue_the_run_is_refused(
     with pytest.raises(CheckpointError, match=named.replace(".", r"\.")):
         trained(project, unbroken, override, resume=True)
     assert rows(unbroken) == before
+
+
+@pytest.mark.parametrize(
+    "damage, named",
+    [
+        ("cursor without keys", "cursor.json: lacks step, tensors"),
+        ("cursor not JSON", "cursor.json: not JSON"),
+        ("state without moments", "holds 25 tensors, and 100 were written"),
+        ("no state", "state.safetensors: cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_named(
+    project: Path, unbroken: Path, tmp_path: Path, damage: str, named: str
+) -> None:
+    output = tmp_path / "damaged"
+    shutil.copytree(unbroken, output, symlinks=True)
+    training = resolve_checkpoint(output) / "training"
+    if damage == "cursor without keys":
+        (training / "cursor.json").write_text("{}")
+    if damage == "cursor not JSON":
+        (training / "cursor.json").write_text("{")
+    if damage == "state without moments":
+        state = load_file(training / "state.safetensors")
+        save_file({k: v for k, v in state.items() if k.startswith("master.")}, training / "state.safetensors")
+    if damage == "no state":
+        (training / "state.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=named):
+        trained(project, output, resume=True)
 
 
 def test_steps_cuts_short_without_moving_the_learning_rates_end(

@@ -349,10 +349,12 @@ def test_a_checkpoint_that_is_gone_torn_or_foreign_is_refused(tmp_path: Path) ->
     run = create_run_folder(tmp_path, "small")
     path = write_checkpoint(run, 1)
     path.rename(run.checkpoint_path(2))
-    with pytest.raises(CheckpointError, match="names step_000001, which is gone; name one of step_000002"):
+    with pytest.raises(
+        CheckpointError, match="names step_000001, which is gone; point it at one of step_000002"
+    ):
         run.latest_checkpoint()
     (path.parent / "latest").unlink()
-    with pytest.raises(CheckpointError, match="is missing; name one of step_000002"):
+    with pytest.raises(CheckpointError, match="is missing; point it at one of step_000002"):
         resolve_checkpoint(run.path)
     (run.checkpoint_path(2) / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="it lacks model.safetensors"):
