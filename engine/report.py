@@ -72,9 +72,11 @@ class Reporter:
             self.busy[lane] = SMOOTHING * self.busy.get(lane, share) + (1 - SMOOTHING) * share
 
     def evaluated(self, step: int, figures: dict[str, float]) -> None:
-        """The drafter after `step` steps was evaluated; the step's own row has the figures already."""
+        """The drafter after `step` steps was evaluated. After a step, its row bears the figures already."""
         row = {"step": step, **figures}
-        self.panel.step(row)
+        if not step:  # before training there is no other row
+            self.folder.append_metrics(row)
+            self.panel.step(row)
         self.host.tell("evaluated", step=step, row=row)
 
     def checkpoint(self, step: int, path: Path) -> None:

@@ -158,7 +158,6 @@ def _train(
     report.status("running")
     if plan.held_out and not start:
         before = evaluate_held_out(parts, plan.held_out)
-        folder.append_metrics({"step": 0, **before.row()})
         report.evaluated(0, before.row())
     checkpoint = None
     step = start

@@ -56,7 +56,7 @@ def test_the_gradient_is_that_of_one_quotient_over_the_whole_step(project: Path)
     (sum(losses) / sum(weights)).backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in part.drafter.parameters()]).norm()
     assert row["grad_norm"] == pytest.approx(float(expected), rel=1e-5)
-    assert row["loss"] == pytest.approx(float(sum(losses) / sum(weights)), rel=1e-6)
+    assert row["loss"] == pytest.approx((sum(losses) / sum(weights)).item(), rel=1e-6)
 
 
 def test_clipping_leaves_a_gradient_of_exactly_the_norm_asked_for() -> None:
