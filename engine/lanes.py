@@ -66,7 +66,7 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
         "target-forward": TargetForward(plan.train, targets, serializer),
         "pack": Pack(parts),
         "transfer": Transfer(transfer),
-        "drafter-fwd-bwd": DrafterForwardBackward(parts, drafters),
+        "drafter-fwd-bwd": DrafterForwardBackward(parts, drafters, serializer),
         "optimizer": Optimizer(parts, drafters),
     }
     works = {stage.name: _work(parts, index, stage.name, own) for index, stage in enumerate(schedule.stage)}

@@ -5,6 +5,7 @@ import random
 import time
 from pathlib import Path
 
+import attrs
 import orjson
 import pytest
 import torch
@@ -185,3 +186,29 @@ def test_a_run_on_lanes_writes_the_losses_of_the_plain_loop(project: Path, tmp_p
     rows = [orjson.loads(line) for line in (result.folder.path / "metrics.jsonl").read_bytes().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses == [row["loss"] for row in plainly(project, "train.micro_batches=2")[0]]
+
+
+@pytest.mark.parametrize("backend, alone", [("flex", True), ("dense", False)])
+def test_a_lanes_first_row_of_a_length_runs_alone_where_attention_compiles(
+    project: Path, monkeypatch: pytest.MonkeyPatch, backend: str, alone: bool
+) -> None:
+    parts = assembled(project, *lanes_of(2, 2, 1, micro_batches=2))
+    parts = attrs.evolve(
+        parts, plan=attrs.evolve(parts.plan, recipe=attrs.evolve(parts.recipe, backend=backend))
+    )
+    inside: list[str] = []
+    overlaps: list[bool] = []
+
+    def compiling(parts, part, batch, row, packed) -> None:  # instead of forward and backward
+        inside.append(batch)
+        time.sleep(0.05)
+        overlaps.append(len(inside) > 1)
+        inside.remove(batch)
+
+    monkeypatch.setattr("engine.stages.drafter_fwd_bwd.forward_backward", compiling)
+    lanes = open_run_lanes(parts)
+    lanes.scheduler.run(0, 1, None)
+    assert any(overlaps) != alone
+    overlaps.clear()
+    lanes.scheduler.run(1, 4, None)
+    assert any(overlaps), "later rows of a length run side by side"

@@ -1,14 +1,23 @@
-"""`drafter-fwd-bwd`: score the blocks at this epoch's anchors and add up unnormalised gradients."""
+"""`drafter-fwd-bwd`: score the blocks at this epoch's anchors and add up unnormalised gradients.
+
+FlexAttention compiles at the first row of each length, its backward in a thread of autograd's; two
+lanes must not compile at once. So a lane's first row of a length runs alone.
+"""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import attrs
 
 from engine.errors import EngineError
 from engine.plain import forward_backward
 from engine.runtime.lane import Lane
+from engine.runtime.serializer import Serializer
 from engine.stages.cargo import Cargo
 from engine.training_parts import DrafterPart, TrainingParts
+
+FIRST_ROW = "first row of a length"
+"""The word under which lanes compile; not lazy_compile's, which is taken inside it."""
 
 
 @attrs.frozen(eq=False)
@@ -16,6 +25,9 @@ class DrafterForwardBackward:
     parts: TrainingParts
     drafters: Mapping[str, DrafterPart]
     """By lane."""
+    serializer: Serializer
+    met: set[tuple[str, int]] = attrs.field(factory=set)
+    """Lanes and row lengths that are compiled."""
 
     def __call__(self, lane: Lane, micro_batch: int, cargo: Cargo) -> Cargo:
         if cargo.parcel is None or cargo.row is None:
@@ -23,5 +35,8 @@ class DrafterForwardBackward:
         parcel, cargo.parcel = cargo.parcel, None
         packed = parcel.take(lane)
         lane.count(tokens=cargo.batch.tokens)
-        forward_backward(self.parts, self.drafters[lane.name], cargo.batch, cargo.row, packed)
+        compiled = self.parts.recipe.backend != "flex" or (lane.name, cargo.row.length) in self.met
+        with nullcontext() if compiled else self.serializer.exclusive(FIRST_ROW, lane):
+            forward_backward(self.parts, self.drafters[lane.name], cargo.batch, cargo.row, packed)
+        self.met.add((lane.name, cargo.row.length))
         return cargo
