@@ -310,12 +310,22 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def free_memory(devices: Iterable[str]) -> dict[str, int]:
-    """Bytes that are free now; a CPU whose system does not say is left out."""
+def cap_gpu_memory(devices: Iterable[str], most: int | None) -> None:
+    """Let this process's tensors take at most `most` bytes of each GPU, context included; None: all."""
+    for device in devices:
+        if device.startswith("cuda"):
+            total = torch.cuda.mem_get_info(torch.device(device))[1]
+            share = 1.0 if most is None else min(max(most - CUDA_CONTEXT, 0) / total, 1.0)
+            torch.cuda.set_per_process_memory_fraction(share, torch.device(device))
+
+
+def free_memory(devices: Iterable[str], most: int | None = None) -> dict[str, int]:
+    """Bytes that are free now, and of a GPU's no more than `most`; a CPU that does not say is left out."""
     free = {}
     for device in devices:
         if device.startswith("cuda"):
-            free[device] = torch.cuda.mem_get_info(torch.device(device))[0]
+            there = torch.cuda.mem_get_info(torch.device(device))[0]
+            free[device] = there if most is None else min(there, most)
         elif (available := _available_ram()) is not None:
             free[device] = available
     return free

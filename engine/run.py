@@ -24,7 +24,7 @@ from engine.dflash.decoding import Evaluation
 from engine.environment import environment
 from engine.errors import CheckpointError
 from engine.lanes import open_run_lanes
-from engine.memory_plan import check_fits, free_memory
+from engine.memory_plan import GB, cap_gpu_memory, check_fits, free_memory
 from engine.panel import make_panel
 from engine.plain import PlainTrainer, evaluate_held_out, target_forward
 from engine.planning import plan_run
@@ -91,7 +91,9 @@ def run(
     torch.set_num_threads(schedule.run.cpu_threads)
     plan = plan_run(schedule, one_lane_each=plain)
     print_plan(plan, console)
-    check_fits(plan.memory, free_memory(plan.memory.devices), force)
+    most = None if schedule.run.gpu_memory_gb is None else int(schedule.run.gpu_memory_gb * GB)
+    check_fits(plan.memory, free_memory(plan.memory.devices, most), force)
+    cap_gpu_memory(plan.memory.devices, most)
     folder = create_run_folder(
         schedule.run.output_dir, schedule.name, output, resume=resume, overwrite=overwrite
     )

@@ -61,6 +61,8 @@ class Run:
     """Steps between two evaluations on held-out text; 0: never while training."""
     cpu_threads: Count = 1
     """Threads of one CPU operation. A matrix product's last bits may depend on it."""
+    gpu_memory_gb: Positive | None = None
+    """The most that this process takes of each GPU, 10^9 bytes; left out: all of it."""
 
 
 @attrs.frozen(kw_only=True)

@@ -1,0 +1,179 @@
+"""Run what needs real GPUs: every check a process with a time limit and a log that is written as it goes.
+
+    python -m tools.check_gpus LOGS                    # all groups that this machine has the GPUs for
+    python -m tools.check_gpus LOGS tests schedules    # some of them
+
+The checks of one wave run side by side, waves one after another. A check that passes its limit gets
+SIGABRT, upon which Python writes every thread's stack into its log, and counts as failed. Each
+prints its last lines; exit code 7 when one failed.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import torch
+
+DEMO_CHANGES = ("run.log_every=5", "data.max_eval_documents=20")
+LARGE = (
+    "target.path=builtin:qwen3.6-27b",
+    "target.init=random",
+    "data.path={logs}/documents",
+    "data.held_out=0.02",
+    "data.max_eval_documents=2",
+    "run.eval_every=0",
+    "run.save_every=0",
+)
+KILL_AFTER_S = 10
+
+
+@attrs.frozen
+class Check:
+    """One process; `{logs}` in its words is the folder of logs."""
+
+    name: str
+    words: list[str]
+    limit_s: int
+    gpus: int = 1
+
+    def command(self, logs: Path) -> list[str]:
+        return [sys.executable, *(word.replace("{logs}", str(logs)) for word in self.words)]
+
+
+def run_of(name: str, schedule: str, changes: Sequence[str], steps: int, limit_s: int, gpus: int) -> Check:
+    """A run of a shipped schedule into a folder of its own. Changes are --set's, or flags."""
+    words = ["-m", "engine", "run", f"schedules/{schedule}.toml", "--steps", str(steps)]
+    words += ["--output", f"{{logs}}/{name}"]
+    for change in changes:
+        words += [change] if change.startswith("--") else ["--set", change]
+    return Check(name, words, limit_s, gpus)
+
+
+def demo(name: str, schedule: str, *changes: str, gpus: int = 2) -> Check:
+    """50 steps with the built-in target."""
+    return run_of(name, schedule, [*DEMO_CHANGES, *changes], 50, 240, gpus)
+
+
+def large(name: str, schedule: str, *changes: str, gpus: int, steps: int = 16) -> Check:
+    """Qwen3.6-27B's shape with random weights on random documents."""
+    return run_of(name, schedule, [*LARGE, *changes], steps, 420, gpus)
+
+
+def compared(name: str, reference: str = "plain") -> Check:
+    """The losses of two runs, step by step."""
+    words = ["-m", "tools.compare_losses", f"{{logs}}/{reference}", f"{{logs}}/{name}"]
+    return Check(f"{name}-losses", words, 60)
+
+
+def lanes(targets: Sequence[int], drafters: Sequence[int]) -> str:
+    """A change that puts lanes on the GPUs of these numbers."""
+
+    def listed(numbers: Sequence[int]) -> str:
+        return ", ".join(f'"cuda:{number}"' for number in numbers)
+
+    return f"devices={{targets = [{listed(targets)}], drafters = [{listed(drafters)}]}}"
+
+
+SEQUENTIAL = "sequential_target_parallel_drafter"
+DEMO_RUNS = ("sequential", "pipelined", "colocated", "five-and-three")
+GROUPS: dict[str, list[list[Check]]] = {
+    "tests": [
+        [Check("tests", ["-m", "pytest", "-q", "-m", "gpu and not slow", "-p", "no:cacheprovider"], 300)]
+    ],
+    "schedules": [
+        [
+            demo("plain", SEQUENTIAL, "--plain", gpus=1),
+            demo("sequential", SEQUENTIAL),
+            demo("pipelined", "pipelined"),
+            demo("colocated", "colocated"),
+            demo(
+                "five-and-three",
+                "pipelined",
+                lanes([0, 1, 0, 1, 0], [1, 0, 1]),
+                "train.micro_batches=3",
+            ),
+            demo("plain-of-three", SEQUENTIAL, "train.micro_batches=3", "--plain", gpus=1),
+        ],
+        [compared(name) for name in DEMO_RUNS[:3]] + [compared("five-and-three", "plain-of-three")],
+    ],
+    "documents": [
+        [
+            Check(
+                "documents",
+                ["-m", "tools.write_random_documents", "{logs}/documents", "--vocab-size", "248320"]
+                + ["--below", "248000", "--documents", "400"],
+                120,
+            )
+        ]
+    ],
+    "large-pipelined": [
+        [large("large-pipelined", "qwen3_6_27b_4gpu", lanes([0], [1]), gpus=2)],
+        [
+            Check(
+                "large-pipelined-report",
+                [
+                    "-m",
+                    "tools.profile_report",
+                    "{logs}/large-pipelined",
+                    "--png",
+                    "{logs}/large-pipelined.png",
+                ],
+                60,
+            )
+        ],
+    ],
+    "large-colocated": [[large("large-colocated", "qwen3_6_27b_1gpu", gpus=1)]],
+}
+
+
+def run_wave(checks: Sequence[Check], logs: Path) -> list[bool]:
+    """Start all, wait for all, print how each ended; returns which passed."""
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    begun = time.monotonic()
+    running = []
+    for check in checks:
+        with open(logs / f"{check.name}.log", "wb") as log:
+            running.append(subprocess.Popen(check.command(logs), stdout=log, stderr=log, env=environment))
+    passed = []
+    for check, process in zip(checks, running, strict=True):
+        try:
+            code: int | str = process.wait(max(check.limit_s - (time.monotonic() - begun), 0))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)
+            try:
+                process.wait(KILL_AFTER_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            code = f"stopped at {check.limit_s} s"
+        passed.append(code == 0)
+        tail = (logs / f"{check.name}.log").read_text(errors="replace").splitlines()[-6:]
+        print(f"== {check.name}: {code}, {time.monotonic() - begun:.0f} s", *tail, sep="\n   ", flush=True)
+    return passed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("logs", type=Path)
+    parser.add_argument("groups", nargs="*", choices=[[], *GROUPS], metavar="GROUP", help=", ".join(GROUPS))
+    options = parser.parse_args()
+    options.logs.mkdir(parents=True, exist_ok=True)
+    there = torch.cuda.device_count()
+    passed = []
+    for name in options.groups or GROUPS:
+        for wave in GROUPS[name]:
+            fits = [check for check in wave if check.gpus <= there]
+            for check in wave:
+                if check not in fits:
+                    print(f"== {check.name}: left out, needs {check.gpus} GPUs and {there} are here")
+            passed += run_wave(fits, options.logs)
+    sys.exit(0 if passed and all(passed) else 7)
+
+
+if __name__ == "__main__":
+    main()
