@@ -6,9 +6,11 @@ from typing import Any
 import attrs
 
 from engine.dflash.packing import ROW_MULTIPLE
+from engine.errors import OutOfMemory
 from engine.hookspecs import StageWork
+from engine.memory_plan import MemoryPlan
 from engine.runtime.lane import Lane, open_lanes
-from engine.runtime.scheduler import Scheduler
+from engine.runtime.scheduler import Scheduler, StageFailure
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Timings
 from engine.stages.drafter_fwd_bwd import DrafterForwardBackward
@@ -27,10 +29,22 @@ class RunLanes:
 
     scheduler: Scheduler
     timings: Timings
+    memory: MemoryPlan
 
     def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
-        """Run steps [first, last) and hand on each one's row; returns the step to go on with."""
-        return self.scheduler.run(first, last, lambda step, rows: on_step(rows[0]))
+        """Run steps [first, last) and hand on each one's row; returns the step to go on with.
+
+        Raises:
+            StageFailure: names stage, lane and micro-batch; where memory ran out, also who held it
+                and which lines of the schedule lower that.
+        """
+        try:
+            return self.scheduler.run(first, last, lambda step, rows: on_step(rows[0]))
+        except StageFailure as failure:
+            device = failure.lane.partition("@")[2]
+            if failure.exit_code == OutOfMemory.exit_code and device in self.memory.devices:
+                failure.advise(self.memory.advice(device))
+            raise
 
     def drain(self) -> list[dict[str, Any]]:
         """Rows of timings.jsonl that are complete."""
@@ -71,7 +85,7 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
     }
     works = {stage.name: _work(parts, index, stage.name, own) for index, stage in enumerate(schedule.stage)}
     scheduler = Scheduler(plan.graph, works, serializer=serializer, timings=timings, lanes=lanes)
-    return RunLanes(scheduler, timings)
+    return RunLanes(scheduler, timings, plan.memory)
 
 
 def _work(parts: TrainingParts, index: int, name: str, own: Mapping[str, StageWork]) -> StageWork:

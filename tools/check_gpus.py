@@ -128,7 +128,13 @@ GROUPS: dict[str, list[list[Check]]] = {
             )
         ],
     ],
-    "large-colocated": [[large("large-colocated", "qwen3_6_27b_1gpu", gpus=1)]],
+    "large-colocated": [
+        [
+            large("large-colocated", "qwen3_6_27b_1gpu", lanes([1], [1]), gpus=2, steps=4),
+            Check("memory-cap", ["-m", "pytest", "-q", "-s", "tests/test_memory_cap.py"], 420),
+        ]
+    ],
+    "feature-paths": [[Check("feature-paths", ["-m", "tools.measure_feature_paths"], 120)]],
 }
 
 

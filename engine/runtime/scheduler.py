@@ -15,7 +15,7 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ from engine.errors import EngineError, OutOfMemory, is_out_of_memory
 from engine.runtime.graph import Graph, GraphError, StageSpec
 from engine.runtime.inbox import Inbox, Stop, Stopped
 from engine.runtime.lane import Lane, open_lanes
+from engine.runtime.memory_held import held_memory
 from engine.runtime.parcel import Meeting
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Span, Timings
@@ -53,8 +54,22 @@ class Place:
 class StageFailure(EngineError):
     """A stage failed; `__cause__` is its own exception, which the exit code is taken from."""
 
-    def __init__(self, place: Place, lane: str, error: BaseException, stuck: Mapping[str, Place]) -> None:
+    def __init__(
+        self,
+        place: Place,
+        lane: str,
+        error: BaseException,
+        stuck: Mapping[str, Place],
+        held: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            stuck: lanes that did not stop in time, and what they are at.
+            held: lines about who held memory, where it ran out.
+        """
         message = f"{place} on {lane}: {type(error).__name__}: {error}"
+        if held:
+            message += "\nwho held memory then:" + "".join(f"\n  {line}" for line in held)
         if stuck:
             left = "; ".join(f"{name} at {where}" for name, where in stuck.items())
             message += f"\nstill busy after {GRACE_S:g} s and left behind: {left}"
@@ -71,12 +86,18 @@ class StageFailure(EngineError):
         elif is_out_of_memory(error):
             self.exit_code = OutOfMemory.exit_code
 
+    def advise(self, lines: Sequence[str]) -> None:
+        """Append what would help to the message."""
+        self.args = (self.args[0] + "".join(f"\n  - {line}" for line in lines),)
+
 
 @attrs.frozen
 class _Failure:
     lane: str
     place: Place
     error: BaseException
+    held: Sequence[str] = ()
+    """Who held memory when it ran out."""
 
 
 class _Run:
@@ -220,7 +241,9 @@ class Scheduler:
             self._run = self._asked_to_end_after = None
         if failure is not None:
             at = {name: self._places.get(name, Place(stage="start")) for name in stuck}
-            raise StageFailure(failure.place, failure.lane, failure.error, at) from failure.error
+            raise StageFailure(
+                failure.place, failure.lane, failure.error, at, failure.held
+            ) from failure.error
         return run.end
 
     def _follow(self, run: _Run, on_step: Callable[[int, list[Any]], None] | None) -> _Failure | None:
@@ -258,7 +281,10 @@ class Scheduler:
         except Stopped:
             pass
         except BaseException as error:  # whatever it was, the run must end and say so
-            run.news.put(_Failure(lane.name, self._places.get(lane.name, Place(stage="start")), error))
+            # Read while the failed call's tensors are alive: `error` holds their frames.
+            held = held_memory(list(self.lanes.values())) if is_out_of_memory(error) else ()
+            place = self._places.get(lane.name, Place(stage="start"))
+            run.news.put(_Failure(lane.name, place, error, held))
             run.stop.set()
         finally:
             lane.abandon_spans()

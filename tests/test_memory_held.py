@@ -1,0 +1,103 @@
+"""Where memory ran out, the failure says who held it and what lowers it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import assembled, small_project
+
+from engine.lanes import open_run_lanes
+from engine.runtime.graph import LaneSpec, StageSpec, build_graph
+from engine.runtime.lane import Lane
+from engine.runtime.memory_held import by_holder, describe, held_memory
+from engine.runtime.scheduler import Scheduler, StageFailure
+from engine.runtime.serializer import Serializer
+from engine.runtime.timing import Timings
+
+
+def segment(gpu: int, stream: int, active: int, total: int) -> dict[str, int]:
+    return {
+        "device": gpu,
+        "stream": stream,
+        "active_size": active,
+        "allocated_size": active,
+        "total_size": total,
+    }
+
+
+def test_segments_are_added_up_by_lane_the_largest_first() -> None:
+    segments = [
+        segment(0, 0, 30, 30),
+        segment(0, 0, 20, 25),
+        segment(0, 11, 90, 95),
+        segment(0, 12, 1, 2),
+        segment(1, 11, 1000, 1000),
+    ]
+    held = by_holder(segments, {(0, 11): "target.0@cuda:0", (0, 99): "drafter.0@cuda:0"}, 0)
+    assert list(held.items()) == [
+        ("target.0@cuda:0", (90, 5)),
+        ("loaded before the lanes began", (50, 5)),
+        ("stream 0xc", (1, 1)),
+    ]
+
+
+def test_a_holder_is_described_in_gigabytes_and_small_caches_are_left_out() -> None:
+    held = {"target.0@cuda:0": (54_000_000_000, 2_500_000_000), "drafter.0@cuda:0": (7_000_000_000, 5)}
+    assert describe(held) == "target.0@cuda:0 54.00 GB and 2.50 GB cached; drafter.0@cuda:0 7.00 GB"
+
+
+def test_lanes_on_a_cpu_hold_nothing_that_could_be_read() -> None:
+    assert held_memory([Lane(LaneSpec("target", 0, "cpu"))]) == []
+
+
+def test_out_of_memory_on_a_lane_ends_with_the_schedule_lines_that_lower_it(tmp_path: Path) -> None:
+    parts = assembled(small_project(tmp_path))
+    lanes = open_run_lanes(parts)
+
+    def full(lane: Lane, micro_batch: int, cargo: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    lanes.scheduler._works = {**lanes.scheduler._works, "pack": full}
+    with pytest.raises(StageFailure, match="pack, micro-batch 0, step 1 on target.0@cpu") as caught:
+        lanes.train(0, 1, lambda row: None)
+    assert caught.value.exit_code == 3
+    assert "\n  - lower data.token_budget (256)" in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_is_told_apart_by_lane() -> None:
+    gpu = "cuda:0"
+    total = torch.cuda.mem_get_info(0)[1]
+    stages = [
+        StageSpec("forward", "target", (), None, False, 1),
+        StageSpec("learn", "drafter", ("forward",), None, False, 1),
+        StageSpec("update", "drafter", ("learn",), None, True, 1),
+    ]
+    graph = build_graph(stages, [LaneSpec("target", 0, gpu), LaneSpec("drafter", 0, gpu)], 1)
+    before = torch.empty(300_000_000, dtype=torch.uint8, device=gpu)
+    kept = []
+
+    def forward(lane: Lane, micro_batch: int, cargo: object) -> None:
+        kept.append(torch.empty(500_000_000, dtype=torch.uint8, device=gpu))
+
+    def learn(lane: Lane, micro_batch: int, cargo: object) -> None:
+        kept.append(torch.empty(200_000_000, dtype=torch.uint8, device=gpu))
+        torch.empty(8_000_000_000, dtype=torch.uint8, device=gpu)
+
+    works = {"forward": forward, "learn": learn, "update": lambda lane, step, meeting: None}
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(4_000_000_000 / total, 0)
+    try:
+        scheduler = Scheduler(graph, works, serializer=Serializer("stage"), timings=Timings())
+        with pytest.raises(StageFailure, match="learn, micro-batch 0, step 1 on drafter.0@cuda:0") as caught:
+            scheduler.run(0, 1)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+        kept.clear()
+        del before
+        torch.cuda.empty_cache()
+    assert caught.value.exit_code == 3
+    story = str(caught.value)
+    assert "who held memory then:\n  cuda:0: " in story
+    assert "target.0@cuda:0 0.5" in story and "drafter.0@cuda:0 0.2" in story
+    assert "loaded before the lanes began 0.3" in story
