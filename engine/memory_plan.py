@@ -176,6 +176,8 @@ def plan_memory(
             held, added = _drafter_items(run, device, m)
             first += held
             training += added
+        # The main thread evaluates, before the first step too, on a stream of its own.
+        first += _workspaces(device, "evaluation", schedule.data.held_out is not None)
         first += _workspaces(device, "target", n)
         training += _workspaces(device, "drafter", 2 * m)  # autograd multiplies in a thread of its own
         tuning = [Item("benchmarks of cold kernels", TUNING_BUFFER)] if n and run.tunes(device) else []

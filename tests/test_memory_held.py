@@ -69,9 +69,9 @@ def test_a_full_gpu_is_told_apart_by_lane() -> None:
     gpu = "cuda:0"
     total = torch.cuda.mem_get_info(0)[1]
     stages = [
-        StageSpec("forward", "target", (), None, False, 1),
-        StageSpec("learn", "drafter", ("forward",), None, False, 1),
-        StageSpec("update", "drafter", ("learn",), None, True, 1),
+        StageSpec("forward", "target"),
+        StageSpec("learn", "drafter", ("forward",)),
+        StageSpec("update", "drafter", ("learn",), barrier=True),
     ]
     graph = build_graph(stages, [LaneSpec("target", 0, gpu), LaneSpec("drafter", 0, gpu)], 1)
     before = torch.empty(300_000_000, dtype=torch.uint8, device=gpu)
