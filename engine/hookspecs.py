@@ -193,7 +193,7 @@ def wrap_drafter(drafter: Drafter, lane: Lane, serializer: Serializer) -> Drafte
 
     Called once per drafter lane, when its weights are in place. Parameters keep their names and their
     identity: the optimizer and the exporter hold them. Compiling may wait for the first call, which
-    comes on the lane's thread; `serializer.exclusive(word, lane)` keeps the others out meanwhile.
+    comes on the lane's thread; `serializer.compiling(lane)` keeps other lanes from compiling meanwhile.
     """
 
 

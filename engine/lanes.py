@@ -6,11 +6,9 @@ from typing import Any
 import attrs
 
 from engine.dflash.packing import ROW_MULTIPLE
-from engine.errors import OutOfMemory
 from engine.hookspecs import StageWork
-from engine.memory_plan import MemoryPlan
 from engine.runtime.lane import Lane, open_lanes
-from engine.runtime.scheduler import Scheduler, StageFailure
+from engine.runtime.scheduler import Scheduler
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Timings
 from engine.stages.drafter_fwd_bwd import DrafterForwardBackward
@@ -29,22 +27,19 @@ class RunLanes:
 
     scheduler: Scheduler
     timings: Timings
-    memory: MemoryPlan
+    serializer: Serializer
 
     def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
-        """Run steps [first, last) and hand on each one's row; returns the step to go on with.
+        """Run steps [first, last) and hand on each one's row; returns the step to go on with."""
+        epochs: set[int] = set()
 
-        Raises:
-            StageFailure: names stage, lane and micro-batch; where memory ran out, also who held it
-                and which lines of the schedule lower that.
-        """
-        try:
-            return self.scheduler.run(first, last, lambda step, rows: on_step(rows[0]))
-        except StageFailure as failure:
-            device = failure.lane.partition("@")[2]
-            if failure.exit_code == OutOfMemory.exit_code and device in self.memory.devices:
-                failure.advise(self.memory.advice(device))
-            raise
+        def finished(step: int, rows: list[dict[str, Any]]) -> None:
+            if rows[0]["epoch"] not in epochs:
+                epochs.add(rows[0]["epoch"])
+                self.serializer.ensure()
+            on_step(rows[0])
+
+        return self.scheduler.run(first, last, finished)
 
     def drain(self) -> list[dict[str, Any]]:
         """Rows of timings.jsonl that are complete."""
@@ -60,11 +55,13 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
 
     Raises:
         InputError: a stage that nobody runs, or a strategy that these devices cannot have.
+        EngineError: kernel launches cannot be kept apart with this Triton.
     """
     plan, schedule = parts.plan, parts.plan.schedule
     timings = Timings()
     lanes = open_lanes(plan.graph.lanes, timings)
     serializer = Serializer(schedule.serialize.launches)
+    serializer.install()
     _wrap(parts, lanes, serializer)
     target_lanes = [lanes[lane.name] for lane in plan.graph.target_lanes]
     drafter_lanes = [lanes[lane.name] for lane in plan.graph.drafter_lanes]
@@ -85,7 +82,7 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
     }
     works = {stage.name: _work(parts, index, stage.name, own) for index, stage in enumerate(schedule.stage)}
     scheduler = Scheduler(plan.graph, works, serializer=serializer, timings=timings, lanes=lanes)
-    return RunLanes(scheduler, timings, plan.memory)
+    return RunLanes(scheduler, timings, serializer)
 
 
 def _work(parts: TrainingParts, index: int, name: str, own: Mapping[str, StageWork]) -> StageWork:

@@ -179,8 +179,9 @@ class Devices:
 class Serialize:
     """[serialize]: which kernel launches are kept apart."""
 
-    launches: Literal["stage", "launch", "tune", "none"] = "stage"
-    """`stage`: a whole target forward at a time, over all lanes; `none`: nothing, for debugging."""
+    launches: Literal["tune", "launch", "stage", "none"] = "tune"
+    """`tune`: one thread at a time tunes a kernel; `launch`: one launches at a time; `stage`: as `tune`,
+    and a whole target forward at a time; `none`: nothing, for debugging."""
 
 
 @attrs.frozen(kw_only=True)
@@ -295,11 +296,6 @@ def _disagreements(schedule: Schedule) -> Iterator[str]:
             "does not hold one; raise the budget or lower the length"
         )
     yield from stage_problems(schedule.stage)
-    if schedule.serialize.launches in ("launch", "tune"):
-        yield (
-            f"serialize.launches = {shown(schedule.serialize.launches)}: comes later; "
-            'use "stage", or "none" for debugging'
-        )
     if schedule.layout is not None and schedule.devices != "auto":
         yield (
             f'layout = {shown(schedule.layout)}: shares out what devices = "auto" finds, and [devices] '

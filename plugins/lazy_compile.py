@@ -7,8 +7,8 @@ gradient. The first context length is compiled as it is, the second makes it a v
 ones compile nothing of the layers.
 
 Tracing must not run in two threads at once, and by default torch compiles a backward pass when it is
-first needed, in a thread of autograd's. So a call with shapes that its lane has not met runs alone
-among all lanes, with backward compiled at once.
+first needed, in a thread of autograd's. So no other lane compiles during a call with shapes that its
+lane has not met, and its backward is compiled at once.
 """
 
 import os
@@ -29,9 +29,6 @@ from engine.errors import InputError
 from engine.hookspecs import hookimpl
 from engine.runtime.lane import Lane
 from engine.runtime.serializer import Serializer
-
-COMPILING = "compile"
-"""The word under which lanes compile one at a time."""
 
 Position = tuple[Tensor, Tensor]
 
@@ -86,7 +83,7 @@ class CompiledLayer:
         key = (x.shape, context.shape, x.dtype, context.dtype, torch.is_grad_enabled())
         with ExitStack() as alone:
             if key not in self.met:
-                alone.enter_context(self.serializer.exclusive(COMPILING, self.lane))
+                alone.enter_context(self.serializer.compiling(self.lane))
                 alone.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
             q, *keys_values = self.before(self.layer, x, context, block_position, context_position)
             x = self.behind(self.layer, x, attention(self.layer.layer_type, q, *keys_values))

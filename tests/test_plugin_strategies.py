@@ -409,20 +409,20 @@ def test_a_backward_pass_is_compiled_with_its_forward_and_never_later() -> None:
     assert triggers and "LAZY_BACKWARD" not in triggers
 
 
-def test_only_a_call_with_new_shapes_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_call_with_new_shapes_keeps_other_lanes_from_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     serializer = Serializer("stage")
-    words = []
-    exclusive = serializer.exclusive
-    monkeypatch.setattr(
-        serializer, "exclusive", lambda word, lane: words.append(word) or exclusive(word, lane)
-    )
+    lanes = []
+    compiling = serializer.compiling
+    monkeypatch.setattr(serializer, "compiling", lambda lane: lanes.append(lane.name) or compiling(lane))
     drafter = wrapped(serializer=serializer)
     run(drafter, (9, 3))
-    assert words == ["compile"] * 2  # one for each layer
+    assert lanes == [cpu_lane().name] * 2  # one for each layer
     run(drafter, (12, 3))
-    assert len(words) == 2
+    assert len(lanes) == 2
     run(drafter, (600, 3), (600, 3))
-    assert len(words) == 4
+    assert len(lanes) == 4
 
 
 def test_a_missing_compiler_is_said_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -367,7 +367,7 @@ def test_stages_with_the_same_word_never_overlap(exclusive, together):
     assert (overlaps.most == 1) == (together == 1)
 
 
-@pytest.mark.parametrize(("mode", "alone"), [("stage", True), ("none", False)])
+@pytest.mark.parametrize(("mode", "alone"), [("stage", True), ("tune", False), ("none", False)])
 def test_launches_are_one_lanes_alone_in_stage_mode(mode, alone):
     overlaps, serializer = Overlaps(), Serializer(mode)
 
@@ -412,7 +412,7 @@ def test_a_lane_that_asks_for_the_turn_it_has_is_told_so():
 
 
 def test_an_unknown_serializer_mode_is_refused():
-    with pytest.raises(ScheduleError, match="serialize.launches = 'always': expected one of stage, none"):
+    with pytest.raises(ScheduleError, match="serialize.launches = 'always': expected one of tune, launch,"):
         Serializer("always")
 
 

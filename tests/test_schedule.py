@@ -251,8 +251,6 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
             {"layout": "pipelined", "devices": {"targets": ["cpu"], "drafters": ["cpu"]}},
             'layout = "pipelined": shares out what devices = "auto" finds, and [devices] lists',
         ),
-        ({"serialize": {"launches": "tune"}}, 'serialize.launches = "tune": comes later; use "stage"'),
-        ({"serialize": {"launches": "launch"}}, 'serialize.launches = "launch": comes later; use "stage"'),
         ({"serialize": {"launches": "stag"}}, 'did you mean "stage"?'),
         ({"plugin": [{"slots": 2}]}, "plugin[0].use: missing"),
         ({"plugin": [{"use": "a"}, {"use": 3}]}, "plugin[1].use = 3: expected a string"),

@@ -231,14 +231,17 @@ class Scheduler:
             for spec in self.graph.lanes
         }
         failure = None
-        try:
-            for thread in threads.values():
-                thread.start()
-            failure = self._follow(run, on_step)
-        finally:
-            run.stop.set()
-            stuck = _join(threads)
-            self._run = self._asked_to_end_after = None
+        with self.serializer.running(run.stop):
+            try:
+                for thread in threads.values():
+                    thread.start()
+                failure = self._follow(run, on_step)
+            finally:
+                run.stop.set()
+                stuck = _join(threads)
+                self._run = self._asked_to_end_after = None
+                for lane in self.lanes.values():
+                    lane.stop = run.stop if lane.name in stuck else Stop()  # idle lanes may evaluate
         if failure is not None:
             at = {name: self._places.get(name, Place(stage="start")) for name in stuck}
             raise StageFailure(

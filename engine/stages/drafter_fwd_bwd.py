@@ -1,7 +1,7 @@
 """`drafter-fwd-bwd`: score the blocks at this epoch's anchors and add up unnormalised gradients.
 
 FlexAttention compiles at the first row of each length, its backward in a thread of autograd's; two
-lanes must not compile at once. So a lane's first row of a length runs alone.
+lanes must not compile at once. So no other lane compiles during a lane's first row of a length.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,6 @@ from engine.runtime.lane import Lane
 from engine.runtime.serializer import Serializer
 from engine.stages.cargo import Cargo
 from engine.training_parts import DrafterPart, TrainingParts
-
-FIRST_ROW = "first row of a length"
-"""The word under which lanes compile; not lazy_compile's, which is taken inside it."""
 
 
 @attrs.frozen(eq=False)
@@ -36,7 +33,7 @@ class DrafterForwardBackward:
         packed = parcel.take(lane)
         lane.count(tokens=cargo.batch.tokens)
         compiled = self.parts.recipe.backend != "flex" or (lane.name, cargo.row.length) in self.met
-        with nullcontext() if compiled else self.serializer.exclusive(FIRST_ROW, lane):
+        with nullcontext() if compiled else self.serializer.compiling(lane):
             forward_backward(self.parts, self.drafters[lane.name], cargo.batch, cargo.row, packed)
         self.met.add((lane.name, cargo.row.length))
         return cargo
