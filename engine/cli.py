@@ -138,6 +138,37 @@ def plugins_command(
         print_plugins(host, Console())
 
 
+@app.command("doctor")
+def doctor_command(
+    schedule: Annotated[Path | None, typer.Argument(metavar="[SCHEDULE]", help="checked as well")] = None,
+    set_: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """Check versions, GPUs, kernels, caches and disk; exit code 7 where something would fail."""
+    from engine.doctor import doctor
+
+    doctor(schedule, set_ or [], as_json=json)
+
+
+@app.command("stress")
+def stress_command(
+    seconds: Annotated[float, typer.Option(min=1, help="how long; 300 from empty caches")] = 90,
+    mode: Annotated[str, typer.Option(help="tune, launch, stage, or none to see the race")] = "tune",
+    devices: Annotated[
+        str | None, typer.Option(metavar="A,B,…", help="one thread each; a name may repeat")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="the report as JSON")] = False,
+) -> None:
+    """Hammer FLA's kernels from several threads and compare every output with one thread's."""
+    from rich.console import Console
+
+    from engine.stress import stress
+
+    stress(
+        seconds, mode=mode, devices=devices.split(",") if devices else None, console=Console(), as_json=json
+    )
+
+
 def main() -> None:
     """Run a command; a failure's cause decides the exit code."""
     from engine.plugin_host import register_installed_commands

@@ -67,6 +67,8 @@ class DifferenceFound(EngineError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host ran out of memory, whichever library says so."""
+    if isinstance(error, OutOfMemory):
+        return True
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True

@@ -1,14 +1,17 @@
 """A run's lanes: the graph of a schedule with its parts and its work in place."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
-from engine.dflash.packing import ROW_MULTIPLE
+from engine.dflash.packing import packed_length
+from engine.errors import OutOfMemory
 from engine.hookspecs import StageWork
+from engine.launch_watch import LaunchWatch
+from engine.memory_plan import MemoryPlan
 from engine.runtime.lane import Lane, open_lanes
-from engine.runtime.scheduler import Scheduler
+from engine.runtime.scheduler import Scheduler, StageFailure
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Timings
 from engine.stages.drafter_fwd_bwd import DrafterForwardBackward
@@ -17,6 +20,9 @@ from engine.stages.pack import Pack
 from engine.stages.target_forward import TargetForward
 from engine.stages.transfer import Transfer
 from engine.training_parts import TrainingParts
+from engine.warm_up import Readied, WarmUp
+
+Work = TypeVar("Work")
 
 PARCEL_ALIGNMENT = 256  # bytes; what a lane's pinned ring rounds each tensor up to
 
@@ -28,18 +34,54 @@ class RunLanes:
     scheduler: Scheduler
     timings: Timings
     serializer: Serializer
+    warming: WarmUp
+    watch: LaunchWatch
+    memory: MemoryPlan
+
+    def warm_up(
+        self, say: Callable[[str], None], kinds: frozenset[str] = frozenset({"cuda"})
+    ) -> Readied | None:
+        """Tune and compile what the run will launch; None where there is nothing to do.
+
+        Args:
+            say: takes lines about progress.
+            kinds: of devices whose lanes are got ready.
+
+        Raises:
+            StageFailure: of whatever cause.
+        """
+        if self.serializer.fallback:
+            say(self.serializer.fallback)
+        return attrs.evolve(self.warming, kinds=kinds).run(say)
 
     def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
-        """Run steps [first, last) and hand on each one's row; returns the step to go on with."""
+        """Run steps [first, last) and hand on each one's row; returns the step to go on with.
+
+        Raises:
+            StageFailure: names stage, lane and micro-batch; where memory ran out, also who held it
+                and which lines of the schedule lower that.
+        """
         epochs: set[int] = set()
 
         def finished(step: int, rows: list[dict[str, Any]]) -> None:
-            if rows[0]["epoch"] not in epochs:
-                epochs.add(rows[0]["epoch"])
+            row = rows[0]
+            if row["epoch"] not in epochs:
+                epochs.add(row["epoch"])
                 self.serializer.ensure()
-            on_step(rows[0])
+            on_step(row | self.watch.step())
 
-        return self.scheduler.run(first, last, finished)
+        self.watch.begin()
+        try:
+            return self.scheduler.run(first, last, finished)
+        except StageFailure as failure:
+            device = failure.lane.partition("@")[2]
+            if failure.exit_code == OutOfMemory.exit_code and device in self.memory.devices:
+                failure.advise(self.memory.advice(device))
+            raise
+
+    def notices(self) -> list[str]:
+        """Tuning and compiling that no warm-up foresaw, in words."""
+        return self.watch.notices()
 
     def drain(self) -> list[dict[str, Any]]:
         """Rows of timings.jsonl that are complete."""
@@ -61,6 +103,7 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
     timings = Timings()
     lanes = open_lanes(plan.graph.lanes, timings)
     serializer = Serializer(schedule.serialize.launches)
+    serializer.on_out_of_memory = lambda message: _synchronize(lanes)
     serializer.install()
     _wrap(parts, lanes, serializer)
     target_lanes = [lanes[lane.name] for lane in plan.graph.target_lanes]
@@ -82,7 +125,26 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
     }
     works = {stage.name: _work(parts, index, stage.name, own) for index, stage in enumerate(schedule.stage)}
     scheduler = Scheduler(plan.graph, works, serializer=serializer, timings=timings, lanes=lanes)
-    return RunLanes(scheduler, timings, serializer)
+    warming = WarmUp(
+        parts=parts,
+        lanes=lanes,
+        serializer=serializer,
+        forward=_of(works["target-forward"], TargetForward),
+        drafter=_of(works["drafter-fwd-bwd"], DrafterForwardBackward),
+    )
+    watch = LaunchWatch(serializer, scheduler.places)
+    return RunLanes(scheduler, timings, serializer, warming, watch, plan.memory)
+
+
+def _of(work: StageWork, kind: type[Work]) -> Work | None:
+    """A stage's work where it is the engine's own, which can be warmed up."""
+    return work if isinstance(work, kind) else None
+
+
+def _synchronize(lanes: Mapping[str, Lane]) -> None:
+    """Let every copy in flight end, so that its memory can be freed."""
+    for lane in lanes.values():
+        lane.synchronize()
 
 
 def _work(parts: TrainingParts, index: int, name: str, own: Mapping[str, StageWork]) -> StageWork:
@@ -114,6 +176,5 @@ def largest_parcel(parts: TrainingParts) -> int:
     """Bytes of the largest parcel of the run, each tensor rounded up to the ring's alignment."""
     plan = parts.plan
     tokens = max(rows * length for rows, length in plan.train.statistics().shapes)
-    slots = -(-tokens // ROW_MULTIPLE) * ROW_MULTIPLE
-    each = slots * plan.drafter_config.hidden_size * plan.compute_dtype.itemsize
+    each = packed_length(tokens) * plan.drafter_config.hidden_size * plan.compute_dtype.itemsize
     return len(plan.drafter_config.target_layer_ids) * (each + PARCEL_ALIGNMENT)

@@ -37,7 +37,9 @@ class LaunchWatch:
     def _cold(self, cold: ColdKey) -> None:
         place = self._places().get(cold.thread)
         where = f"{place} on {cold.thread}" if place else cold.thread
-        self._notices.append(f"tuned {cold.kernel} {cold.key} in {cold.seconds:.1f} s, unforeseen, at {where}")
+        self._notices.append(
+            f"tuned {cold.kernel} {cold.key} in {cold.seconds:.1f} s, unforeseen, at {where}"
+        )
 
     def step(self) -> dict[str, int]:
         """`cold_keys` and `recompiles` since the last call, for a row of metrics.jsonl."""

@@ -23,7 +23,7 @@ from rich.table import Table
 from engine.builtin import resolve
 from engine.devices import resolve_attention
 from engine.dflash.configuration import DrafterConfig
-from engine.dflash.packing import ROW_MULTIPLE
+from engine.dflash.packing import packed_length
 from engine.errors import InputError
 from engine.memory_sizes import DrafterLane, Item, target_forward_bytes
 from engine.schedule import Schedule
@@ -58,7 +58,7 @@ class MemoryPlan:
     """Items per device and phase. Sizes are bytes here and GB (10^9 bytes) wherever they are shown."""
 
     phases: dict[str, dict[str, tuple[Item, ...]]]
-    """Device to phase (`first forward`, `training`) to what is allocated at that phase's peak."""
+    """Device to phase (`warm-up` or `first forward`, `training`) to what is allocated at its peak."""
     outside: dict[str, int]
     """Device to bytes beside PyTorch's allocator, in no total."""
     values: dict[str, object]
@@ -124,6 +124,7 @@ def plan_memory(
     shapes: Sequence[tuple[int, int]],
     split_fc: bool = False,
     tuned: bool = False,
+    warms_up: bool = True,
 ) -> MemoryPlan:
     """Plan the memory of every device of a run.
 
@@ -133,6 +134,7 @@ def plan_memory(
         shapes: (rows, length) of the micro-batches that occur, as in `BatchStatistics.shapes`.
         split_fc: taps are kept apart and projected one by one.
         tuned: the kernels' tuning results are on disk already, so nothing is benchmarked.
+        warms_up: kernels are benchmarked before training, as lanes do, and not when a shape first comes.
 
     Raises:
         TargetError: the target's configuration cannot be built.
@@ -181,11 +183,14 @@ def plan_memory(
         first += _workspaces(device, "target", n)
         training += _workspaces(device, "drafter", 2 * m)  # autograd multiplies in a thread of its own
         tuning = [Item("benchmarks of cold kernels", TUNING_BUFFER)] if n and run.tunes(device) else []
-        # A new number of rows is a new key: the target tunes again while drafters train.
-        again = tuning if len({rows for rows, _ in shapes}) > 1 else []
+        if warms_up:  # every shape is tuned on one device, before there are moments and gradient sums
+            before, again = "warm-up", []
+            tuning = tuning if device == targets[0] else []
+        else:  # a new number of rows is a new key: the target tunes again while drafters train
+            before, again = "first forward", tuning if len({rows for rows, _ in shapes}) > 1 else []
         phases[device] = {
             name: tuple(item for item in items if item.bytes)
-            for name, items in (("training", first + training + again), ("first forward", first + tuning))
+            for name, items in (("training", first + training + again), (before, first + tuning))
         }
     return MemoryPlan(
         phases=phases,
@@ -228,7 +233,7 @@ class _Run:
 
     @property
     def packed_length(self) -> int:
-        return -(-self.tokens // ROW_MULTIPLE) * ROW_MULTIPLE
+        return packed_length(self.tokens)
 
     @property
     def taps_width(self) -> int:

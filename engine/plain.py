@@ -77,6 +77,13 @@ class PlainTrainer:
         self._timings: list[dict[str, Any]] = []
         self._loop = PlainLoop(parts=parts, record_timing=self._timings.append)
 
+    def warm_up(self, say: Callable[[str], None]) -> None:
+        """Nothing: alone in its process, the loop tunes and compiles when a shape first comes."""
+
+    def notices(self) -> list[str]:
+        """Nothing, for the same reason."""
+        return []
+
     def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
         """Run steps [first, last) and hand on each one's row."""
         for step in range(first, last):

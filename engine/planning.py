@@ -54,6 +54,11 @@ class RunPlan:
         return getattr(torch, self.schedule.drafter.dtype)
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether any lane is on one."""
+        return any(device.type == "cuda" for device in self.devices)
+
+    @property
     def devices(self) -> list[torch.device]:
         """Every device of the run, once."""
         return [torch.device(name) for name in dict.fromkeys(lane.device for lane in self.graph.lanes)]
@@ -119,6 +124,7 @@ def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
             depth=graph.depth,
             shapes=plan.statistics().shapes,
             split_fc=any(plugin.name == "plugins.split_fc" for plugin in host.plugins),
+            warms_up=not one_lane_each,
         ),
         total_steps=total_steps,
     )

@@ -11,6 +11,7 @@ thread evaluates and saves; within one it writes the rows of finished steps.
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,16 +31,24 @@ from engine.plain import PlainTrainer, evaluate_held_out, target_forward
 from engine.planning import plan_run
 from engine.report import Reporter, loading_bar, print_plan, print_result, wide_console
 from engine.run_folder import RunFolder, check_run_folder, create_run_folder
+from engine.runtime.tuning_cache import TuningCache, cache_folder, fingerprint
 from engine.schedule import Schedule
 from engine.target.taps import check_taps
 from engine.training_parts import TrainingParts, load_parts, peak_memory
+from engine.warm_up import Readied
 
 
 class Trainer(Protocol):
     """What trains stretches of steps: lanes, or the plain loop."""
 
+    def warm_up(self, say: Callable[[str], None]) -> Readied | None:
+        """Tune and compile what the steps will launch; None where there is nothing to do."""
+
     def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
         """Run steps [first, last), hand on each one's row; returns the step to go on with."""
+
+    def notices(self) -> list[str]:
+        """Lines for the log that came up since the last call."""
 
     def drain(self) -> list[dict[str, Any]]:
         """Rows of timings.jsonl that are complete."""
@@ -97,7 +106,11 @@ def run(
     folder = create_run_folder(
         schedule.run.output_dir, schedule.name, output, resume=resume, overwrite=overwrite
     )
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    tuned = TuningCache(fingerprint(), cache_folder(), say) if plan.on_gpus else None
     try:
+        if tuned:
+            tuned.install()
         # On a CPU it would say that packages are not installed, which they are; what runs is printed.
         transformers.logging.set_verbosity_error()
         with loading_bar(console) as progress:
@@ -107,6 +120,11 @@ def run(
         start = _restore(folder, parts) if resume else 0
         _check_first_taps(parts)
         trainer = PlainTrainer(parts) if plain else open_run_lanes(parts)
+        readied = trainer.warm_up(say)
+        if readied:
+            say(str(readied))
+        if tuned:
+            tuned.save()
     except BaseException:  # whatever it was: a run without a first step is no run
         if not resume:
             folder.discard()
@@ -128,6 +146,9 @@ def run(
         raise
     finally:
         panel.close()
+        if tuned:
+            tuned.save()
+            tuned.uninstall()
     report.status("done")
     print_result(result.before, result.after, report, console)
     if result.tokens_per_s:
@@ -205,6 +226,8 @@ class _Stretch:
 
     def finished(self, row: dict[str, Any]) -> None:
         """Report a step; its speed is its tokens over the time since the one before."""
+        for line in self.trainer.notices():
+            self.report.message(f"step {row['step']}: {line}")
         now = time.perf_counter()
         row |= {"tokens_per_s": row["tokens"] / (now - self.clock)}
         self.clock = now

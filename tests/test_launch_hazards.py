@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from small_runs import assembled, small_project
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime._allocation import _allocator
 from triton.runtime.autotuner import Autotuner
-from small_runs import assembled, small_project
 from tuned_kernels import add_one, race, together, tuner
 from wrong_fixes import replaced
 

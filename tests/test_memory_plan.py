@@ -39,10 +39,19 @@ def planned(
     depth: int = 1,
     shapes: Any = ((8, 32),),
     tuned: bool = False,
+    warms_up: bool = True,
 ) -> MemoryPlan:
     config = drafter_config(schedule, summary)
     return plan_memory(
-        schedule, summary, config, targets=targets, drafters=drafters, depth=depth, shapes=shapes, tuned=tuned
+        schedule,
+        summary,
+        config,
+        targets=targets,
+        drafters=drafters,
+        depth=depth,
+        shapes=shapes,
+        tuned=tuned,
+        warms_up=warms_up,
     )
 
 
@@ -190,19 +199,22 @@ def test_benchmarks_of_cold_kernels_count_where_they_can_happen(tmp_path: Path) 
         ]
 
     two = ((8, 32), (4, 64))
-    assert benchmarks("first forward") == ["cuda:0"]
-    assert benchmarks("training") == []
-    assert benchmarks("training", shapes=two) == ["cuda:0"]  # another number of rows, another key
-    assert benchmarks("first forward", drafters=("cuda:1",)) == ["cuda:0"]
-    assert benchmarks("first forward", targets=("cpu",)) == []
-    assert benchmarks("training", shapes=two, tuned=True) == []
-    assert benchmarks("first forward", tuned=True) == []
+    assert benchmarks("warm-up", shapes=two) == ["cuda:0"]
+    assert benchmarks("training", shapes=two) == []  # every shape was tuned before
+    assert benchmarks("warm-up", targets=("cuda:1", "cuda:0"), drafters=("cuda:2",)) == ["cuda:1"]
+    assert benchmarks("warm-up", targets=("cpu",)) == []
+    assert benchmarks("warm-up", tuned=True) == []
+    plain: dict[str, Any] = {"warms_up": False}
+    assert benchmarks("first forward", **plain) == ["cuda:0"]
+    assert benchmarks("training", **plain) == []
+    assert benchmarks("training", shapes=two, **plain) == ["cuda:0"]  # another number of rows, another key
+    assert benchmarks("training", shapes=two, tuned=True, **plain) == []
 
 
 def test_a_small_model_on_a_gpu_peaks_while_its_kernels_are_tuned(tmp_path: Path) -> None:
     schedule, summary = small_schedule(tmp_path)
     plan = planned(schedule, summary, targets=("cuda:0",), drafters=("cuda:0",))
-    assert plan.peak_phase("cuda:0") == "first forward"
+    assert plan.peak_phase("cuda:0") == "warm-up"
     assert planned(schedule, summary).peak_phase("cpu") == "training"
 
 

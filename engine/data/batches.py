@@ -195,6 +195,14 @@ class BatchPlan:
             shapes=[(rows, length) for rows, length in shapes.T.tolist()],
         )
 
+    def token_ranges(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """For each (rows, length), the fewest and the most real tokens that any epoch's order can give."""
+        ranges = {}
+        for rows, length in self.statistics().shapes:
+            tokens = np.sort(self._cut_lengths[self._members[self._padded == length]])
+            ranges[rows, length] = int(tokens[:rows].sum()), int(tokens[-rows:].sum())
+        return ranges
+
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Document indexes [members] micro-batch by micro-batch, and the order [per_epoch] of those."""
         kept = self._order

@@ -42,6 +42,11 @@ class PackedRow:
         return self.input_ids.numel()
 
 
+def packed_length(tokens: int) -> int:
+    """T: the slots of a row that holds so many real tokens."""
+    return -(-max(tokens, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
 def pack_row(input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, document_ids: Tensor) -> PackedRow:
     """Lay padded rows out as one.
 
@@ -55,7 +60,7 @@ def pack_row(input_ids: Tensor, loss_mask: Tensor, lengths: Tensor, document_ids
     real = torch.arange(padded) < lengths[:, None]  # [rows, padded]
     source = real.flatten().nonzero().squeeze(1)  # [tokens]
     tokens = source.numel()
-    length = -(-max(tokens, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
+    length = packed_length(tokens)
 
     def row(values: Tensor, tail: int) -> Tensor:
         out = torch.full((length,), tail, dtype=values.dtype)

@@ -46,6 +46,7 @@ class ThreadState:
     tuning_waited_s: float = 0.0
     launch_waited_s: float = 0.0
     stage_waited_s: float = 0.0
+    compile_waited_s: float = 0.0
     out_of_memory_retries: int = 0
 
 
@@ -91,7 +92,18 @@ class LaunchCounts:
     """Seconds waited for other launches; mode `launch` alone has any."""
     stage_waited_s: float = 0.0
     """Seconds waited for other lanes' forwards; mode `stage` alone has any."""
+    compile_waited_s: float = 0.0
+    """Seconds for which lanes that had to compile waited for another that did."""
     out_of_memory_retries: int = 0
+
+    def row(self) -> dict[str, float]:
+        """Its columns in timings.jsonl, seconds as milliseconds; what is zero is left out."""
+        columns = {
+            name.removesuffix("_s") + "_ms" if name.endswith("_s") else name: value
+            * (1e3 if name.endswith("_s") else 1)
+            for name, value in attrs.asdict(self).items()
+        }
+        return {name: value for name, value in columns.items() if value}
 
     def __sub__(self, earlier: "LaunchCounts") -> "LaunchCounts":
         """What came after `earlier`."""

@@ -316,6 +316,7 @@ class Serializer:
             Stopped: the run was over before the turn came.
         """
         wait = self._compiling.take(lane)
+        self._states.mine.compile_waited_s += wait.seconds
         try:
             yield wait
         finally:

@@ -17,6 +17,8 @@ from typing import Any
 import attrs
 import torch
 
+from engine.runtime.launch_state import LaunchCounts
+
 
 def timing_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event on `stream`, now, whose time can be read."""
@@ -51,6 +53,8 @@ class Span:
     stream: torch.cuda.Stream | None
     tokens: int = 0
     bytes: int = 0
+    launches: LaunchCounts | None = None
+    """What the lane's thread launched and waited for within it."""
     start: float = attrs.field(factory=time.time)
     _begin: float = attrs.field(factory=time.perf_counter, init=False)
     _host: float | None = attrs.field(default=None, init=False)
@@ -112,7 +116,7 @@ class Span:
             "device_ms": device_ms,
             "tokens": self.tokens,
             "bytes": self.bytes,
-        }
+        } | (self.launches.row() if self.launches else {})
 
 
 class Timings:

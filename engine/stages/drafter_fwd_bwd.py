@@ -9,6 +9,9 @@ from contextlib import nullcontext
 
 import attrs
 
+from engine.data.batches import MicroBatch
+from engine.dflash.packing import PackedRow
+from engine.dflash.training import Packed
 from engine.errors import EngineError
 from engine.plain import forward_backward
 from engine.runtime.lane import Lane
@@ -32,8 +35,18 @@ class DrafterForwardBackward:
         parcel, cargo.parcel = cargo.parcel, None
         packed = parcel.take(lane)
         lane.count(tokens=cargo.batch.tokens)
-        compiled = self.parts.recipe.backend != "flex" or (lane.name, cargo.row.length) in self.met
-        with nullcontext() if compiled else self.serializer.compiling(lane):
-            forward_backward(self.parts, self.drafters[lane.name], cargo.batch, cargo.row, packed)
-        self.met.add((lane.name, cargo.row.length))
+        self._train(lane, cargo.batch, cargo.row, packed)
         return cargo
+
+    def ready(self, lane: Lane, batch: MicroBatch, row: PackedRow, packed: Packed) -> None:
+        """Run a row for the sake of what it compiles; gradients and figures are forgotten."""
+        self._train(lane, batch, row, packed)
+        part = self.drafters[lane.name]
+        part.masters.discard()
+        part.begin_step()
+
+    def _train(self, lane: Lane, batch: MicroBatch, row: PackedRow, packed: Packed) -> None:
+        compiled = self.parts.recipe.backend != "flex" or (lane.name, row.length) in self.met
+        with nullcontext() if compiled else self.serializer.compiling(lane):
+            forward_backward(self.parts, self.drafters[lane.name], batch, row, packed)
+        self.met.add((lane.name, row.length))

@@ -1,0 +1,47 @@
+"""One lane at work while all others are idle: what is to be done before a run, on the run's own threads.
+
+Compilers and tuners remember things per thread and per stream, so what they are to have ready is run
+where the run will ask for it: in a thread named and set up as the lane's worker will be.
+"""
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+
+from engine.errors import is_out_of_memory
+from engine.runtime.lane import Lane
+from engine.runtime.memory_held import held_memory
+from engine.runtime.scheduler import Place, StageFailure
+
+
+def run_alone(lane: Lane, stage: str, work: Callable[[], None], lanes: Sequence[Lane]) -> None:
+    """Call `work` in a thread of the lane and wait until its device is through.
+
+    Args:
+        stage: how a failure calls it.
+        lanes: all of the run's, to tell who holds memory where it runs out.
+
+    Raises:
+        StageFailure: what `work` raised is its cause.
+    """
+    failures: list[tuple[BaseException, Sequence[str]]] = []
+
+    def worker() -> None:
+        try:
+            with lane.active():
+                work()
+                lane.synchronize()
+        except BaseException as error:  # whatever it was, it belongs to the caller
+            failures.append((error, held_memory(lanes) if is_out_of_memory(error) else ()))
+        finally:
+            lane.abandon_spans()
+
+    # As the scheduler's threads: in a copy of this context, by the lane's name.
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(worker,), name=lane.name, daemon=True
+    )
+    thread.start()
+    thread.join()
+    if failures:
+        error, held = failures[0]
+        raise StageFailure(Place(stage=stage), lane.name, error, {}, held) from error
