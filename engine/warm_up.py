@@ -43,12 +43,15 @@ class Readied:
     """Lengths of packed rows that the drafters ran."""
     tuned: int
     """Keys that were benchmarked; those that an earlier run had tuned are none."""
+    retries: int
+    """Tunings that ran out of memory and were tried once more."""
     seconds: float
 
     def __str__(self) -> str:
         return (
             f"warm-up: {self.forwards} target shapes, {self.packed_rows} lengths of packed rows, "
             f"{self.tuned} keys tuned, {self.seconds:.1f} s"
+            + (f"; {self.retries} tunings ran out of memory and were tried once more" if self.retries else "")
         )
 
 
@@ -92,8 +95,9 @@ class WarmUp:
                 for lane in drafters:
                     for batch in rows:
                         self._alone(lane, partial(self._drafter, lane, batch, say))
-        tuned = (self.serializer.counts() - before).cold_keys
-        return Readied(len(forwards), len(rows), tuned, time.perf_counter() - begin)
+        counts = self.serializer.counts() - before
+        seconds = time.perf_counter() - begin
+        return Readied(len(forwards), len(rows), counts.cold_keys, counts.out_of_memory_retries, seconds)
 
     def _alone(self, lane: Lane, work: Callable[[], None]) -> None:
         try:

@@ -41,6 +41,8 @@ class Check:
     words: list[str]
     limit_s: int
     gpus: int = 1
+    expected: int = 0
+    """The exit code that is right."""
 
     def command(self, logs: Path) -> list[str]:
         return [sys.executable, *(word.replace("{logs}", str(logs)) for word in self.words)]
@@ -80,6 +82,30 @@ def lanes(targets: Sequence[int], drafters: Sequence[int]) -> str:
     return f"devices={{targets = [{listed(targets)}], drafters = [{listed(drafters)}]}}"
 
 
+def stressed(mode: str) -> Check:
+    """Every mode keeps launches apart but `none`, which is there to show that stress finds the race."""
+    words = ["-m", "engine", "stress", "--seconds", "90", "--mode", mode]
+    return Check(f"stress-{mode}", words, 280, gpus=2, expected=7 if mode == "none" else 0)
+
+
+def sliced(name: str, layout: str, mode: str) -> Check:
+    """200 micro-batches of a 12-layer slice of Qwen3.6-27B on two targets; a small drafter."""
+    changes = [
+        *LARGE,
+        "target.path={logs}/slice",
+        "drafter.layers=1",
+        'drafter.layer_types=["sliding_attention"]',
+        "drafter.target_layer_ids=[1, 3, 5, 7, 9]",
+        "data.max_anchors=128",
+        "run.log_every=10",
+        f"serialize.launches={mode}",
+        lanes([0, 1], [0, 1]),
+    ]
+    if layout == "sequential":
+        changes += ["stage.target-forward.exclusive=target-forward"]
+    return run_of(name, "qwen3_6_27b_4gpu", changes, 50, 200, 2)
+
+
 SEQUENTIAL = "sequential_target_parallel_drafter"
 DEMO_RUNS = ("sequential", "pipelined", "colocated", "five-and-three")
 GROUPS: dict[str, list[list[Check]]] = {
@@ -98,6 +124,7 @@ GROUPS: dict[str, list[list[Check]]] = {
                 lanes([0, 1, 0, 1, 0], [1, 0, 1]),
                 "train.micro_batches=3",
             ),
+            run_of("thousand", "pipelined", ["run.steps=1000", "run.log_every=50"], 1000, 330, 2),
             demo("plain-of-three", SEQUENTIAL, "train.micro_batches=3", "--plain", gpus=1),
         ],
         [compared(name) for name in DEMO_RUNS[:3]] + [compared("five-and-three", "plain-of-three")],
@@ -134,6 +161,25 @@ GROUPS: dict[str, list[list[Check]]] = {
             Check("memory-cap", ["-m", "pytest", "-q", "-s", "tests/test_memory_cap.py"], 420),
         ]
     ],
+    "tuning-memory": [
+        [Check("tuning-memory", ["-m", "pytest", "-q", "-s", "tests/test_tuning_memory.py"], 500)]
+    ],
+    "stress": [[stressed(mode) for mode in ("tune", "launch", "stage", "none")]],
+    "doctor": [[Check("doctor", ["-m", "engine", "doctor", "schedules/pipelined.toml"], 120)]],
+    "slice": [
+        [
+            Check(
+                "target-slice",
+                ["-m", "tools.write_target_slice", "builtin:qwen3.6-27b", "{logs}/slice", "--layers", "12"],
+                60,
+            )
+        ],
+        [sliced("slice-pipelined-first", "pipelined", "tune")],
+        [sliced("slice-pipelined-tune", "pipelined", "tune")],
+        [sliced("slice-pipelined-stage", "pipelined", "stage")],
+        [sliced("slice-sequential-tune", "sequential", "tune")],
+        [sliced("slice-sequential-stage", "sequential", "stage")],
+    ],
     "feature-paths": [[Check("feature-paths", ["-m", "tools.measure_feature_paths"], 120)]],
 }
 
@@ -142,6 +188,7 @@ def run_wave(checks: Sequence[Check], logs: Path) -> list[bool]:
     """Start all, wait for all, print how each ended; returns which passed."""
     environment = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
     begun = time.monotonic()
+    print(f"-- {', '.join(check.name for check in checks)}: {time.time():.1f} s since 1970", flush=True)
     running = []
     for check in checks:
         with open(logs / f"{check.name}.log", "wb") as log:
@@ -157,7 +204,7 @@ def run_wave(checks: Sequence[Check], logs: Path) -> list[bool]:
             except subprocess.TimeoutExpired:
                 process.kill()
             code = f"stopped at {check.limit_s} s"
-        passed.append(code == 0)
+        passed.append(code == check.expected)
         tail = (logs / f"{check.name}.log").read_text(errors="replace").splitlines()[-6:]
         print(f"== {check.name}: {code}, {time.monotonic() - begun:.0f} s", *tail, sep="\n   ", flush=True)
     return passed
