@@ -27,6 +27,7 @@ from rich.table import Table
 
 from engine.bottleneck import Bound, Shares, find_bound, lane_key
 from engine.errors import InputError
+from engine.launch_table import LaunchTime, launch_times
 from engine.timing_rows import SpanLog, Spans
 
 STAGE_ORDER = ("target-forward", "pack", "transfer", "drafter-fwd-bwd", "optimizer")
@@ -94,6 +95,8 @@ class StageTimes:
     lanes: tuple[LaneTime, ...]
     devices: tuple[LaneTime, ...]
     """Devices that several lanes share."""
+    launches: tuple[LaunchTime, ...]
+    """Stages on lanes that have any; empty where no row counts launches."""
     bound: Bound
 
     def table(self, *, narrow: bool = False) -> Table:
@@ -168,6 +171,7 @@ def summarise(rows: Spans | Iterable[Mapping[str, Any]], first_step: int | None 
     share = Shares(begin, wall)
     tokens = _tokens(whole)
     counted_steps = steps[steps >= first_step] if first_step is not None else steps
+    stages = _by_stage(kept, is_part, waits, share)
     lanes = _by_lane(whole, whole_waits, share, whole.lane, whole.lanes)
     return StageTimes(
         first_step=int(counted_steps[0]) if steps.size else None,
@@ -180,9 +184,10 @@ def summarise(rows: Spans | Iterable[Mapping[str, Any]], first_step: int | None 
         tokens=tokens,
         tokens_per_s=None if tokens is None else tokens / wall,
         idle_share=max(0.0, 1 - share.union(whole.start, whole.end)),
-        stages=_by_stage(kept, is_part, waits, share),
+        stages=stages,
         lanes=lanes,
         devices=_shared_devices(whole, whole_waits, share),
+        launches=launch_times(kept, [(row.stage, row.lane) for row in stages]),
         bound=find_bound(whole, share, {lane.name: lane.busy for lane in lanes}),
     )
 

@@ -2,7 +2,8 @@
 
 A long run writes millions of rows, which as dictionaries would take gigabytes and minutes. So rows
 are taken in by the batch, each column is checked as a whole, and only where a check fails are rows
-looked at one by one, to say which of them is wrong and how.
+looked at one by one, to say which of them is wrong and how. What kernel launches came to stands in
+few rows or none, so such a column is kept only from the first row on that has it.
 """
 
 import math
@@ -18,7 +19,18 @@ from engine.errors import InputError
 NAMES = ("stage", "lane")
 REQUIRED = ("start", "host_ms")
 OPTIONAL = ("step", "micro_batch", "waited_ms", "device_ms", "tokens", "bytes")
-WHOLE = ("step", "micro_batch", "tokens", "bytes")
+LAUNCHES = (
+    "launches",
+    "cold_keys",
+    "tuning_ms",
+    "tuning_waited_ms",
+    "launch_waited_ms",
+    "stage_waited_ms",
+    "compile_waited_ms",
+    "out_of_memory_retries",
+)
+"""Optional too; a row leaves out what is zero."""
+WHOLE = ("step", "micro_batch", "tokens", "bytes", "launches", "cold_keys", "out_of_memory_retries")
 
 Array = NDArray[np.float64]
 
@@ -54,6 +66,8 @@ class Spans:
     """[n]: seconds."""
     tokens: Array
     bytes: Array
+    launches: dict[str, Array]
+    """[n] for each of `LAUNCHES` that any row has, as in the file; 0 where a row does not say."""
 
     def __len__(self) -> int:
         return self.start.size
@@ -70,8 +84,11 @@ class Spans:
 
     def where(self, chosen: NDArray[Any]) -> "Spans":
         """The spans that a mask or indices choose."""
-        columns: dict[str, Any] = attrs.asdict(self, filter=attrs.filters.exclude("stages", "lanes"))
-        return attrs.evolve(self, **{name: column[chosen] for name, column in columns.items()})
+        others = attrs.filters.exclude("stages", "lanes", "launches")
+        columns: dict[str, Any] = attrs.asdict(self, filter=others)
+        launches = {name: column[chosen] for name, column in self.launches.items()}
+        columns = {name: column[chosen] for name, column in columns.items()}
+        return attrs.evolve(self, **columns, launches=launches)
 
     def groups(self) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
         """Indices of the spans of each stage on each lane, with the indices of both names."""
@@ -100,6 +117,9 @@ class SpanLog:
     def __init__(self) -> None:
         self._codes: dict[str, dict[str, int]] = {name: {} for name in NAMES}
         self._columns: dict[str, list[NDArray[Any]]] = {key: [] for key in (*NAMES, *REQUIRED, *OPTIONAL)}
+        self._launches: dict[str, list[tuple[int, Array]]] = {}
+        """By column: rows before a piece, and the piece; rows without a piece have none."""
+        self._count = 0
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows with the keys of timings.jsonl; further keys are nobody's concern here.
@@ -111,7 +131,9 @@ class SpanLog:
             columns = {key: self._encode(key, [row[key] for row in rows]) for key in NAMES}
             columns |= {key: _numbers([row[key] for row in rows]) for key in REQUIRED}
             columns |= {key: _numbers([row.get(key) for row in rows]) for key in OPTIONAL}
+            launches = {key: _numbers(values) for key, values in _given(rows)}
             fits = all(_fits(key, columns[key]) for key in (*REQUIRED, *OPTIONAL))
+            fits = fits and all(_fits(key, column) for key, column in launches.items())
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             fits = False
         if not fits:
@@ -119,8 +141,12 @@ class SpanLog:
             rows = [_checked(index, row) for index, row in enumerate(rows)]
             columns = {key: self._encode(key, [row[key] for row in rows]) for key in NAMES}
             columns |= {key: np.array([row[key] for row in rows], np.float64) for key in REQUIRED + OPTIONAL}
+            launches = {key: np.array(values, np.float64) for key, values in _given(rows)}
         for key, column in columns.items():
             self._columns[key].append(column)
+        for key, column in launches.items():
+            self._launches.setdefault(key, []).append((self._count, np.nan_to_num(column)))
+        self._count += len(rows)
 
     def spans(self) -> Spans:
         """All rows so far."""
@@ -129,6 +155,13 @@ class SpanLog:
             # The pieces are replaced by the whole, so that asking again costs nothing.
             self._columns[key] = [np.concatenate([np.empty(0, kind), *self._columns[key]])]
             return self._columns[key][0]
+
+        def filled(pieces: list[tuple[int, Array]]) -> Array:
+            column = np.zeros(self._count)
+            for before, piece in pieces:
+                column[before : before + piece.size] = piece
+            pieces[:] = [(0, column)]
+            return column
 
         return Spans(
             stages=tuple(self._codes["stage"]),
@@ -143,6 +176,7 @@ class SpanLog:
             device=joined("device_ms", np.float64) / 1e3,
             tokens=joined("tokens", np.float64),
             bytes=joined("bytes", np.float64),
+            launches={key: filled(self._launches[key]) for key in LAUNCHES if key in self._launches},
         )
 
     def _encode(self, key: str, names: Sequence[str]) -> NDArray[Any]:
@@ -150,6 +184,14 @@ class SpanLog:
         if set(map(type, names)) - {str}:
             raise TypeError(f"{key} holds more than text")
         return np.array([codes.setdefault(name, len(codes)) for name in names], dtype=np.int64)
+
+
+def _given(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """The columns of `LAUNCHES` that some row has."""
+    for key in LAUNCHES:
+        values = [row.get(key) for row in rows]
+        if values.count(None) < len(values):
+            yield key, values
 
 
 def _numbers(values: Sequence[Any]) -> Array:
@@ -175,16 +217,17 @@ def _checked(index: int, row: Any) -> dict[str, Any]:
     for key in NAMES:
         if not isinstance(row[key], str):
             raise BadRow(index, f"{key} = {_shown(row[key])}: expected a name")
-    for key in (*REQUIRED, *OPTIONAL):
+    for key in (*REQUIRED, *OPTIONAL, *LAUNCHES):
         value: Any = row.get(key)
-        if value is None and key in OPTIONAL:
+        if value is None and key not in REQUIRED:
             continue
         is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value < 0:
             raise BadRow(index, f"{key} = {_shown(value)}: expected a number that is 0 or more")
         if key in WHOLE and value != math.floor(value):
             raise BadRow(index, f"{key} = {_shown(value)}: expected a whole number")
-    return {key: str(row[key]) for key in NAMES} | {key: row.get(key) for key in REQUIRED + OPTIONAL}
+    values = {key: row.get(key) for key in REQUIRED + OPTIONAL + LAUNCHES}
+    return {key: str(row[key]) for key in NAMES} | values
 
 
 def _shown(value: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import orjson
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from engine.bottleneck import union_length
 from engine.errors import InputError
 from engine.run_folder import RunFolder
+from engine.runtime.launch_state import LaunchCounts
 from engine.stage_times import StageTime, StageTimes, summarise
-from engine.timing_rows import BadRow, SpanLog
+from engine.timing_rows import LAUNCHES, BadRow, SpanLog
 from tools import profile_report
 from tools.profile_report import main, read_timings
 
@@ -233,6 +235,10 @@ def test_a_device_that_lanes_share_is_busy_in_the_union_of_its_lanes() -> None:
         ({"host_ms": -1}, "host_ms = -1: expected a number that is 0 or more"),
         ({"device_ms": float("inf")}, "device_ms = inf"),
         ({"step": 1.5}, "step = 1.5: expected a whole number"),
+        ({"launches": 0.5}, "launches = 0.5: expected a whole number"),
+        ({"cold_keys": True}, "cold_keys = True: expected a number"),
+        ({"compile_waited_ms": -1}, "compile_waited_ms = -1: expected a number that is 0 or more"),
+        ({"tuning_ms": "long"}, "tuning_ms = 'long': expected a number"),
     ],
 )
 def test_a_row_that_is_no_span_is_named_with_the_reason(change: Row, reason: str) -> None:
@@ -257,6 +263,99 @@ def test_steps_that_are_not_there_and_times_that_cannot_be_are_refused() -> None
         summarise(steps_of(3), first_step=9)
     with pytest.raises(InputError, match="clock was set back"):
         summarise(steps_of(1) + [span("pack", -50, 1, step=2)], first_step=2)
+
+
+def launch_rows() -> list[Row]:
+    """Four forwards of two target lanes, after a drafter that counts nothing."""
+    rows = [span("drafter-fwd-bwd", 0, 100)]
+    for number, lane in enumerate(("target.0@cuda:0", "target.1@cuda:1")):
+        rows.append(
+            span("target-forward", number, 900, lane=lane)
+            | LaunchCounts(launches=150, cold_keys=2, tuning_s=30, compile_waited_s=number).row()
+        )
+        rows.append(
+            span("target-forward", number + 1, 900, lane=lane)
+            | LaunchCounts(launches=144, tuning_waited_s=1.5, launch_waited_s=0.25, stage_waited_s=4).row()
+        )
+    return rows
+
+
+def test_every_count_of_a_run_is_a_column_of_the_report() -> None:
+    counts = LaunchCounts(**{field.name: 1 for field in attrs.fields(LaunchCounts)})
+    assert list(counts.row()) == list(LAUNCHES)
+    (row,) = summarise([span("pack", 0, 1) | counts.row()]).launches
+    assert all(value == near(1) for value in attrs.astuple(row)[2:])
+
+
+def test_launches_are_summed_by_stage_and_lane_where_there_are_any() -> None:
+    first, second = summarise(launch_rows()).launches
+    assert (first.stage, first.lane, first.calls) == ("target-forward", "target.0@cuda:0", 2)
+    assert (first.launches_per_call, first.cold_keys, first.out_of_memory_retries) == (147, 2, 0)
+    assert (first.tuning_s, first.tuning_waited_s) == near((30, 1.5))
+    assert (first.launch_waited_s, first.stage_waited_s, first.compile_waited_s) == near((0.25, 4, 0))
+    assert (second.lane, second.compile_waited_s) == ("target.1@cuda:1", near(1))
+
+
+def test_a_span_without_counts_has_launched_nothing_and_is_a_call_all_the_same() -> None:
+    rows = [span("pack", number, 100, launches=launches) for number, launches in enumerate((6, None, 0))]
+    (row,) = summarise([*rows, span("pack", 3, 100)]).launches
+    assert (row.calls, row.launches_per_call) == (4, 1.5)
+
+
+def test_launches_of_steps_that_are_left_out_do_not_count() -> None:
+    rows = steps_of(4)
+    rows[0] |= {"cold_keys": 7}
+    assert summarise(rows).launches == ()
+    assert summarise(rows, first_step=1).launches[0].cold_keys == 7
+    rows[4] |= {"cold_keys": 1}
+    assert summarise(rows).launches[0].cold_keys == 1
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5])
+def test_counts_stay_with_their_rows_whatever_pieces_these_come_in(piece: int) -> None:
+    rows = launch_rows()
+    log = SpanLog()
+    for number in range(0, len(rows), piece):
+        log.add(rows[number : number + piece])
+        log.spans()
+    spans = log.spans()
+    assert spans.launches["launches"].tolist() == [0, 150, 144, 150, 144]
+    assert spans.launches["compile_waited_ms"].tolist() == [0, 0, 0, 1000, 0]
+    assert "out_of_memory_retries" not in spans.launches
+    assert summarise(spans) == summarise(rows)
+
+
+def test_the_launches_table_and_json_say_the_same_and_are_left_out_where_nothing_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(write(tmp_path, launch_rows()))])
+    printed = capsys.readouterr().out
+    _, title, table = printed.partition("\nlaunches ")
+    assert title
+    lines = [line.split() for line in table.splitlines() if "target" in line]
+    figures = ["147.0", "2", "30.00", "1.50", "0.25", "4.00"]
+    assert lines[0] == ["target-forward", "target.0@cuda:0", "2", *figures, "0.00"]
+    assert lines[1] == ["target-forward", "target.1@cuda:1", "2", *figures, "1.00"]
+    assert "drafter-fwd-bwd" not in table.partition("bound by")[0]
+    assert "retries:" not in printed
+    main([str(tmp_path), "--json"])
+    row = orjson.loads(capsys.readouterr().out)["launches"][1]
+    assert (row["calls"], row["launches_per_call"], row["compile_waited_s"]) == (2, 147, near(1))
+
+    main([str(write(tmp_path, steps_of(3)))])
+    assert "\nlaunches " not in capsys.readouterr().out
+    main([str(tmp_path), "--json"])
+    assert "launches" not in orjson.loads(capsys.readouterr().out)
+
+
+def test_a_retry_after_a_lack_of_memory_gets_a_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(write(tmp_path, [*launch_rows(), span("pack", 1, 1, out_of_memory_retries=3)]))])
+    printed = capsys.readouterr().out
+    assert "retries:" in printed
+    (line,) = [line for line in printed.partition("\nlaunches ")[2].splitlines() if "pack" in line]
+    assert line.split()[-1] == "3"
 
 
 @pytest.mark.parametrize("of_folder", [True, False])
@@ -378,9 +477,12 @@ def test_the_tool_runs_as_a_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_million_rows_take_seconds(tmp_path: Path) -> None:
-    file = write(tmp_path, [row for _ in range(10) for row in steps_of(10)])
+    counts = LaunchCounts(launches=144, tuning_waited_s=0.5, compile_waited_s=0.1).row()
+    rows = [row | counts if row["stage"] == "optimizer" else row for row in steps_of(10)]
+    file = write(tmp_path, rows * 10)
     file.write_bytes(file.read_bytes() * 5000)
     begin = time.process_time()
     times = summarise(read_timings(file)[0])
     assert sum(row.count for row in times.stages) == 900_000
+    assert [(row.calls, row.launches_per_call) for row in times.launches] == [(450_000, 144)]
     assert time.process_time() - begin < 12  # about 3.5 s on one core of a shared machine

@@ -4,6 +4,7 @@
     python tools/profile_report.py runs/latest --png gantt.png --steps 3
 
 A table by stage and lane, the busy share of each lane, tokens/s, and the stage that bounds the run;
+where the run counted kernel launches, a table of them, of tuning and of the time waited for locks;
 with --png a Gantt chart of the last steps. What the words mean: a span is busy from its launch until
 host and device are both done with it; a share is of the wall time, from the end of the steps that are
 left out to the end of the last span; spans that overlap on a lane count once; waiting is time in which
@@ -25,6 +26,7 @@ from rich.console import Console
 
 from engine.bottleneck import lane_key
 from engine.errors import DiskError, EngineError, InputError
+from engine.launch_table import launch_table
 from engine.stage_times import STAGE_ORDER, StageTimes, lay_waits, stage_key, summarise, window_begin
 from engine.timing_rows import BadRow, SpanLog, Spans
 
@@ -118,6 +120,8 @@ def print_report(times: StageTimes, file: Path, notes: list[str], console: Conso
         say(f"note: {note}")
     console.print(times.table())
     console.print(times.lane_table())
+    if times.launches:
+        console.print(launch_table(times.launches))
     if times.tokens_per_s is not None:
         say(f"{times.tokens_per_s:,.0f} tokens/s: {times.tokens:,} tokens in {times.wall_s:,.3f} s")
     say(f"no lane busy: {times.idle_share:.1%} of the wall time")
@@ -245,6 +249,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         figures = {"file": str(file), "notes": notes} | attrs.asdict(times)
         figures["bound"]["sentence"] = times.bound.sentence()
+        if not times.launches:
+            del figures["launches"]
         sys.stdout.write(orjson.dumps(figures, option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
