@@ -159,11 +159,12 @@ def compiled_kernel():
 
 
 def launched_with(kernel, driver, monkeypatch):
-    """The functions that two threads launch, the second one while the first loads the kernel."""
+    """What two threads launch, the second while the first loads the kernel; and the loads."""
     loading, second = threading.Event(), threading.Event()
-    functions = []
+    functions, loads = [], []
 
     def load(name, binary, shared, device):
+        loads.append(name)
         loading.set()
         second.wait(0.2)
         return 11, 12, 0, 0, 1024
@@ -179,14 +180,14 @@ def launched_with(kernel, driver, monkeypatch):
         return run
 
     assert not together(launch, lambda: launch(loading))
-    return functions
+    return functions, loads
 
 
 def test_a_kernel_that_another_thread_is_loading_is_waited_for(serializer, monkeypatch):
     with stub_driver(load_s=0) as driver:
-        assert launched_with(compiled_kernel(), driver, monkeypatch) == [12, 12]
+        assert launched_with(compiled_kernel(), driver, monkeypatch) == ([12, 12], ["k"])
         serializer.uninstall()
-        assert None in launched_with(compiled_kernel(), driver, monkeypatch)
+        assert None in launched_with(compiled_kernel(), driver, monkeypatch)[0]
 
 
 def test_a_kernel_that_found_no_memory_is_loaded_again(serializer, monkeypatch):
@@ -395,6 +396,15 @@ def test_an_unknown_layout_makes_launches_take_turns_and_says_so(mode):
         assert serializer.counts().launches == 2 and serializer.counts().launch_waited_s > 0
         serializer.uninstall()
         assert probe(timeout=10) is not None
+
+
+def test_kernels_that_are_loaded_in_another_way_are_said_not_to_be_covered(monkeypatch):
+    monkeypatch.delattr(CompiledKernel, "_init_handles")
+    serializer = Serializer("tune")
+    serializer.install()
+    assert serializer.fallback is not None and "CompiledKernel has no _init_handles" in serializer.fallback
+    assert serializer.effective() and probe() is None
+    serializer.uninstall()
 
 
 def test_state_per_thread_that_does_not_hold_falls_back_to_turns(monkeypatch):

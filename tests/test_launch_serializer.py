@@ -254,6 +254,7 @@ def test_a_warm_up_within_a_launch_compiles_without_taking_the_launch_apart(seri
     kernel.fn.warmup = lambda x, y, n, BLOCK, **options: warmed.append((n, BLOCK))
     kernel.run(0, 0, 1, grid=(1,))
     assert bodies == [1] and warmed == [(11, 16), (11, 32), (11, 64)]
+    assert serializer.counts().launches == 1
 
 
 class Boom(BaseException):
@@ -266,7 +267,12 @@ def test_a_failed_launch_keeps_no_tensor_and_no_lock(serializer, when, error):
     def fail(*args, **options):
         raise error
 
-    kernel = tuner(fail, benchmark=fail if when == "tuning" else lambda call, quantiles: [1.0] * 3)
+    def benchmark(call, quantiles):
+        if when == "tuning":
+            call()
+        return [1.0, 1.0, 1.0]
+
+    kernel = tuner(fail, benchmark=benchmark, restore=["x"])
 
     def launch():
         tensor = torch.zeros(1)

@@ -249,7 +249,9 @@ class AutotunerPatch:
         """Let one thread at a time put a compiled kernel on its device, and nobody launch it half-way."""
         from triton.compiler.compiler import CompiledKernel
 
-        original, lock = CompiledKernel._init_handles, threading.RLock()
+        original, lock = vars(CompiledKernel).get("_init_handles"), threading.RLock()
+        if original is None:
+            return  # `unknown_layout` says so
 
         def _init_handles(kernel: Any) -> None:
             with lock:
@@ -281,8 +283,8 @@ def unknown_layout() -> str | None:
     unused = {"nargs", "prune_configs", "cache"} - set(methods["run"].__code__.co_names)
     if unused:
         return f"Autotuner.run does without {', '.join(sorted(unused))}"
-    if not callable(getattr(CompiledKernel, "_init_handles", None)):
-        return "CompiledKernel has no _init_handles"
+    if "_init_handles" not in vars(CompiledKernel):
+        return "CompiledKernel has no _init_handles, so two lanes on one GPU may launch a half-loaded kernel"
     return None
 
 

@@ -25,7 +25,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -196,8 +195,8 @@ class Serializer:
         _displace()
         self.race_exists = probe(SIDE_BY_SIDE_S) is not None
         found = unknown_layout()
-        takes_turns = self.mode == "launch"
-        patch = self._autotuner_patch(whole_launches=takes_turns, layout_known=True)
+        triton = f"Triton {sys.modules['triton'].__version__}"
+        patch = self._autotuner_patch(whole_launches=self.mode == "launch", layout_known=True)
         if found is None:
             error = _proof(patch)
             if error is not None:
@@ -207,11 +206,11 @@ class Serializer:
             error = _proof(patch)
             if error is not None:
                 raise EngineError(
-                    f"Triton {_triton_version()}: launches corrupt each other even one at a time "
+                    f"{triton}: launches corrupt each other even one at a time "
                     f"({type(error).__name__}: {error}; {found}). Install a Triton of 3.6 to 3.9, or train "
                     "with one lane on one device"
                 ) from error
-            self.fallback = f"launches take turns: Triton {_triton_version()} is built otherwise: {found}"
+            self.fallback = f"launches take turns: {triton} is built otherwise: {found}"
         self._autotuner = patch
         try:
             self._tensor_cache.install()
@@ -347,7 +346,3 @@ def _can_launch() -> bool:
     if "triton.runtime.autotuner" in sys.modules:
         return True
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-
-
-def _triton_version() -> Any:
-    return sys.modules["triton"].__version__

@@ -84,9 +84,9 @@ class TensorCachePatch:
         """
         for function in _decorated_functions():
             self._exchange(function)
-        for name in DECORATOR_MODULES:
-            if name in sys.modules:
-                self._replace_decorator(sys.modules[name])
+        for module in map(sys.modules.get, DECORATOR_MODULES):
+            if module is not None:
+                self._replace_decorator(module)
         self._finder = _AfterImport(self._replace_decorator)
         sys.meta_path.insert(0, self._finder)
 
@@ -198,7 +198,7 @@ def _deque_cell(function: FunctionType) -> CellType | None:
 
 def _decorated_functions() -> list[FunctionType]:
     """Every function under the decorator, whoever holds it. The decorator keeps no list."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("fla.")]
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("fla.") and module]
     if not modules:
         return []
     found: dict[int, FunctionType] = {}
