@@ -165,32 +165,19 @@ def plan_memory(
 
     phases: dict[str, dict[str, tuple[Item, ...]]] = {}
     for device in dict.fromkeys((*targets, *drafters)):
-        n, m = targets.count(device), drafters.count(device)
-        first, training = [], []  # what is there from the first forward on, and what training adds
-        if n:
-            held, added = _target_items(run, device, n, target_weights)
-            first += held
-            training += added
-        if m:
-            if not n or run.drafter_e != run.target_e:
-                copies = (1 if tied else 2) * summary.vocab_size * summary.hidden_size
-                first.append(Item("embedding and head for the drafters", copies * run.drafter_e))
-            held, added = _drafter_items(run, device, m)
-            first += held
-            training += added
-        # The main thread evaluates, before the first step too, on a stream of its own.
-        first += _workspaces(device, "evaluation", schedule.data.held_out is not None)
-        first += _workspaces(device, "target", n)
-        training += _workspaces(device, "drafter", 2 * m)  # autograd multiplies in a thread of its own
-        tuning = [Item("benchmarks of cold kernels", TUNING_BUFFER)] if n and run.tunes(device) else []
-        if warms_up:  # every shape is tuned on one device, before there are moments and gradient sums
+        lanes = targets.count(device), drafters.count(device)
+        first, training = _device_items(run, device, *lanes, target_weights, tied)
+        tuning = [Item("benchmarks of cold kernels", TUNING_BUFFER)] if run.tunes(device) else []
+        if warms_up:  # lane by lane, every shape tuned on one device, before there are moments and sums
             before, again = "warm-up", []
-            tuning = tuning if device == targets[0] else []
+            alone, _ = _device_items(run, device, min(lanes[0], 1), lanes[1], target_weights, tied)
+            ready = alone + (tuning if device == targets[0] else [])
         else:  # a new number of rows is a new key: the target tunes again while drafters train
             before, again = "first forward", tuning if len({rows for rows, _ in shapes}) > 1 else []
+            ready = first + tuning
         phases[device] = {
             name: tuple(item for item in items if item.bytes)
-            for name, items in (("training", first + training + again), (before, first + tuning))
+            for name, items in (("training", training + again), (before, ready))
         }
     return MemoryPlan(
         phases=phases,
@@ -246,7 +233,32 @@ class _Run:
 
     def tunes(self, device: str) -> bool:
         """Whether the target's kernels are benchmarked there: those of the gated delta rule are."""
-        return device.startswith("cuda") and "linear_num_value_heads" in self.text and not self.tuned
+        on_gpu = device.startswith("cuda") and device in self.targets
+        return on_gpu and "linear_num_value_heads" in self.text and not self.tuned
+
+
+def _device_items(
+    run: _Run, device: str, n: int, m: int, target_weights: int, tied: bool
+) -> tuple[list[Item], list[Item]]:
+    """What a device with `n` target and `m` drafter lanes holds from the first forward on, and that with
+    what training adds."""
+    first, added = [], []
+    if n:
+        held, more = _target_items(run, device, n, target_weights)
+        first += held
+        added += more
+    if m:
+        if not n or run.drafter_e != run.target_e:
+            copies = (1 if tied else 2) * run.summary.vocab_size * run.summary.hidden_size
+            first.append(Item("embedding and head for the drafters", copies * run.drafter_e))
+        held, more = _drafter_items(run, device, m)
+        first += held
+        added += more
+    # The main thread evaluates, before the first step too, on a stream of its own.
+    first += _workspaces(device, "evaluation", run.schedule.data.held_out is not None)
+    first += _workspaces(device, "target", n)
+    added += _workspaces(device, "drafter", 2 * m)  # autograd multiplies in a thread of its own
+    return first, first + added
 
 
 def _workspaces(device: str, role: str, threads: int) -> list[Item]:

@@ -211,6 +211,14 @@ def test_benchmarks_of_cold_kernels_count_where_they_can_happen(tmp_path: Path) 
     assert benchmarks("training", shapes=two, tuned=True, **plain) == []
 
 
+def test_a_warm_up_runs_one_target_lane_of_a_device_at_a_time(tmp_path: Path) -> None:
+    lanes: dict[str, Any] = {"targets": ("cuda:0",) * 3, "drafters": ("cuda:0",)}
+    plan = planned(*small_schedule(tmp_path), **lanes)
+    forward = "target forward, widest layer"
+    assert size(plan, "cuda:0", forward) == 3 * size(plan, "cuda:0", forward, "warm-up")
+    assert size(plan, "cuda:0", "target weights") == size(plan, "cuda:0", "target weights", "warm-up")
+
+
 def test_a_small_model_on_a_gpu_peaks_while_its_kernels_are_tuned(tmp_path: Path) -> None:
     schedule, summary = small_schedule(tmp_path)
     plan = planned(schedule, summary, targets=("cuda:0",), drafters=("cuda:0",))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 LEFT_MB = 300
-LIMIT_S = 240
+LIMIT_S = 100
 
 FILLING = '''
 """Fills the GPU to {left} MB, with memory that is {kind}."""

@@ -50,7 +50,8 @@ class Check:
 
 def run_of(name: str, schedule: str, changes: Sequence[str], steps: int, limit_s: int, gpus: int) -> Check:
     """A run of a shipped schedule into a folder of its own. Changes are --set's, or flags."""
-    words = ["-m", "engine", "run", f"schedules/{schedule}.toml", "--steps", str(steps)]
+    file = schedule if schedule.endswith(".toml") else f"schedules/{schedule}.toml"
+    words = ["-m", "engine", "run", file, "--steps", str(steps)]
     words += ["--output", f"{{logs}}/{name}"]
     for change in changes:
         words += [change] if change.startswith("--") else ["--set", change]
@@ -89,22 +90,30 @@ def stressed(mode: str) -> Check:
 
 
 def sliced(name: str, layout: str, mode: str) -> Check:
-    """200 micro-batches of a 12-layer slice of Qwen3.6-27B on two targets; a small drafter."""
+    """200 micro-batches of a 12-layer slice of Qwen3.6-27B on two targets; a small drafter, no evaluation."""
     changes = [
-        *LARGE,
         "target.path={logs}/slice",
+        "target.init=random",
+        "data.path={logs}/documents",
+        "run.save_every=0",
         "drafter.layers=1",
         'drafter.layer_types=["sliding_attention"]',
         "drafter.target_layer_ids=[1, 3, 5, 7, 9]",
         "data.max_anchors=128",
         "run.log_every=10",
         f"serialize.launches={mode}",
-        lanes([0, 1], [0, 1]),
+        lanes([0, 1], [1] if layout == "pipelined" else [0, 1]),
     ]
     if layout == "sequential":
         changes += ["stage.target-forward.exclusive=target-forward"]
-    return run_of(name, "qwen3_6_27b_4gpu", changes, 50, 200, 2)
+    return run_of(name, "{logs}/slice/schedule.toml", changes, 50, 200, 2)
 
+
+WITHOUT_HELD_OUT = (
+    "import pathlib, sys; text = pathlib.Path('schedules/qwen3_6_27b_4gpu.toml').read_text(); "
+    "pathlib.Path(sys.argv[1]).write_text(''.join(line for line in text.splitlines(True) "
+    "if not line.startswith(('held_out', 'eval_every'))))"
+)
 
 SEQUENTIAL = "sequential_target_parallel_drafter"
 DEMO_RUNS = ("sequential", "pipelined", "colocated", "five-and-three")
@@ -174,10 +183,11 @@ GROUPS: dict[str, list[list[Check]]] = {
                 60,
             )
         ],
+        [Check("slice-schedule", ["-c", WITHOUT_HELD_OUT, "{logs}/slice/schedule.toml"], 60)],
         [sliced("slice-pipelined-first", "pipelined", "tune")],
         [sliced("slice-pipelined-tune", "pipelined", "tune")],
-        [sliced("slice-pipelined-stage", "pipelined", "stage")],
         [sliced("slice-sequential-tune", "sequential", "tune")],
+        [sliced("slice-pipelined-stage", "pipelined", "stage")],
         [sliced("slice-sequential-stage", "sequential", "stage")],
     ],
     "feature-paths": [[Check("feature-paths", ["-m", "tools.measure_feature_paths"], 120)]],

@@ -119,25 +119,37 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Ten
 def _prepare_flex(
     anchors: Anchors, starts: Tensor, context_length: int, config: DrafterConfig, device: torch.device
 ) -> Attention:
+    slots = flex_slots(context_length)
     masks: dict[str, BlockMask] = {
-        kind: block_mask(visible_runs(anchors, starts, context_length, config, kind).to(device))
+        kind: block_mask(visible_runs(anchors, starts, slots, config, kind).to(device))
         for kind in set(config.layer_types)
     }
     queries = anchors.count * config.block_size
     padding = -queries % TILE
-    attention = flex_on(device, queries, context_length)
+    attention = flex_on(device, queries, slots)
 
     def attend(
         layer_type: str, q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor
     ) -> Tensor:
         if padding:  # block sizes that do not divide the tile
             q, block_k, block_v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, block_k, block_v))
+        if slots > context_length:
+            tail = (0, 0, 0, 0, 0, slots - context_length)
+            context_k, context_v = F.pad(context_k, tail), F.pad(context_v, tail)
         k = torch.cat([context_k, block_k]).transpose(0, 1)[None]  # [1, kv, T + Q, d]
         v = torch.cat([context_v, block_v]).transpose(0, 1)[None]
         out = attention(q.transpose(0, 1)[None], k, v, block_mask=masks[layer_type], enable_gqa=True)
         return out[0].transpose(0, 1)[:queries]
 
     return attend
+
+
+def flex_slots(context_length: int) -> int:
+    """Slots that the context takes in FlexAttention: a power of two, for each length is compiled anew.
+
+    Tiles that no query sees are skipped, so the slots behind the context cost their memory alone.
+    """
+    return max(TILE, 1 << (context_length - 1).bit_length())
 
 
 def flex_on(device: torch.device, queries: int, context_length: int) -> Callable[..., Any]:
@@ -159,11 +171,11 @@ def flex_on(device: torch.device, queries: int, context_length: int) -> Callable
 
 @cache
 def _compiled_flex() -> Callable[..., Any]:
-    """Compiled at the first call, not at import.
+    """Compiled at the first call, not at import, for each context length that `flex_slots` gives.
 
-    Each row length is a shape of its own, and a run has `token_budget / 1024` of them, more than
-    the compiler's default limit allows. With `fullgraph`, passing the limit is an error rather than
-    a fall back to the uncompiled form and its memory.
+    Devices and passes without gradient have code of their own, so that there may be more than the
+    compiler's default limit allows. With `fullgraph`, passing the limit is an error rather than a
+    fall back to the uncompiled form and its memory.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
