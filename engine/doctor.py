@@ -163,7 +163,7 @@ class _Planned:
         """That it plans, and that its memory fits."""
         if self.path is None:
             return
-        from engine.memory_plan import check_fits, free_memory
+        from engine.memory_free import check_fits, free_memory
         from engine.planning import plan_run
         from engine.schedule import load_schedule
 
@@ -236,7 +236,7 @@ def _processors(plan: "RunPlan | None") -> Iterator[Finding]:
 
 
 def _memory(plan: "RunPlan | None") -> Iterator[Finding]:
-    from engine.memory_plan import free_memory
+    from engine.memory_free import free_memory
 
     available = doctor_machine.available_memory(free_memory(["cpu"]).get("cpu"))
     return doctor_machine.memory_findings(available, checkpoints(plan)[0] if plan else None)

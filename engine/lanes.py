@@ -10,8 +10,9 @@ from engine.errors import OutOfMemory
 from engine.hookspecs import StageWork
 from engine.launch_watch import LaunchWatch
 from engine.memory_plan import MemoryPlan
+from engine.runtime.failure import StageFailure
 from engine.runtime.lane import Lane, open_lanes
-from engine.runtime.scheduler import Scheduler, StageFailure
+from engine.runtime.scheduler import Scheduler
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Timings
 from engine.stages.drafter_fwd_bwd import DrafterForwardBackward
@@ -102,6 +103,8 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
     plan, schedule = parts.plan, parts.plan.schedule
     timings = Timings()
     lanes = open_lanes(plan.graph.lanes, timings)
+    for lane in lanes.values():
+        lane.traced = schedule.run.nvtx
     serializer = Serializer(schedule.serialize.launches)
     serializer.on_out_of_memory = lambda message: _synchronize(lanes)
     serializer.install()

@@ -9,8 +9,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from engine.runtime.failure import Place
 from engine.runtime.launch_state import ColdKey
-from engine.runtime.scheduler import Place
 from engine.runtime.serializer import Serializer
 
 

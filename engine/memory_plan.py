@@ -14,7 +14,6 @@ The formulas of target and drafter are in `memory_sizes.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import attrs
 import torch
@@ -24,7 +23,6 @@ from engine.builtin import resolve
 from engine.devices import resolve_attention
 from engine.dflash.configuration import DrafterConfig
 from engine.dflash.packing import packed_length
-from engine.errors import InputError
 from engine.memory_sizes import DrafterLane, Item, target_forward_bytes
 from engine.schedule import Schedule
 from engine.target.configuration import TargetSummary, read_json, text_section
@@ -97,10 +95,12 @@ class MemoryPlan:
         table.add_column("GB", justify="right")
         for device in self.devices:
             for number, item in enumerate(self.items(device)):
-                table.add_row(device if not number else "", item.what, _gb(item.bytes))
-            table.add_row("", f"allocated, {self.peak_phase(device)}", _gb(self.total(device)), style="bold")
+                table.add_row(device if not number else "", item.what, in_gb(item.bytes))
+            table.add_row(
+                "", f"allocated, {self.peak_phase(device)}", in_gb(self.total(device)), style="bold"
+            )
             if self.outside[device]:
-                table.add_row("", "CUDA context and kernels, beside it", _gb(self.outside[device]))
+                table.add_row("", "CUDA context and kernels, beside it", in_gb(self.outside[device]))
             table.add_section()
         return table
 
@@ -109,7 +109,8 @@ def _sum(items: Iterable[Item]) -> int:
     return sum(item.bytes for item in items)
 
 
-def _gb(size: int) -> str:
+def in_gb(size: int) -> str:
+    """Bytes as GB of 10^9, three digits or so."""
     return f"{size / GB:.{1 if size >= 10 * GB else 2 if size >= GB / 10 else 3}f}"
 
 
@@ -327,53 +328,3 @@ def _drafter_items(run: _Run, device: str, lanes: int) -> tuple[list[Item], list
 def _dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def cap_gpu_memory(devices: Iterable[str], most: int | None) -> None:
-    """Let this process's tensors take at most `most` bytes of each GPU, context included; None: all."""
-    for device in devices:
-        if device.startswith("cuda"):
-            total = torch.cuda.mem_get_info(torch.device(device))[1]
-            share = 1.0 if most is None else min(max(most - CUDA_CONTEXT, 0) / total, 1.0)
-            torch.cuda.set_per_process_memory_fraction(share, torch.device(device))
-
-
-def free_memory(devices: Iterable[str], most: int | None = None) -> dict[str, int]:
-    """Bytes that are free now, and of a GPU's no more than `most`; a CPU that does not say is left out."""
-    free = {}
-    for device in devices:
-        if device.startswith("cuda"):
-            there = torch.cuda.mem_get_info(torch.device(device))[0]
-            free[device] = there if most is None else min(there, most)
-        elif (available := _available_ram()) is not None:
-            free[device] = available
-    return free
-
-
-def _available_ram() -> int | None:
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
-    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return available[0] if available else None
-
-
-def check_fits(plan: MemoryPlan, free: Mapping[str, int], force: bool = False) -> None:
-    """Refuse a plan that needs more than is free; devices that `free` does not name are not judged.
-
-    Raises:
-        InputError: a device is too small and `force` is not set; names need, free memory, the
-            three largest items and what lowers them, per device.
-    """
-    problems = []
-    for device in plan.devices:
-        need = plan.total(device) + plan.outside[device]
-        if force or device not in free or need <= free[device]:
-            continue
-        largest = ", ".join(f"{item.what} {_gb(item.bytes)}" for item in plan.largest(device)[:3])
-        cures = "".join(f"\n  - {line}" for line in plan.advice(device))
-        problems.append(
-            f"{device}: the run needs {_gb(need)} GB and {_gb(free[device])} GB are free; largest (GB): "
-            f"{largest}. What lowers it, or --force to go on:{cures}"
-        )
-    if problems:
-        raise InputError("\n".join(problems))

@@ -25,7 +25,8 @@ from engine.dflash.decoding import Evaluation
 from engine.environment import environment
 from engine.errors import CheckpointError
 from engine.lanes import open_run_lanes
-from engine.memory_plan import GB, cap_gpu_memory, check_fits, free_memory
+from engine.memory_free import cap_gpu_memory, check_fits, free_memory
+from engine.memory_plan import GB
 from engine.panel import make_panel
 from engine.plain import PlainTrainer, evaluate_held_out, target_forward
 from engine.planning import plan_run

@@ -63,6 +63,8 @@ class Run:
     """Threads of one CPU operation. A matrix product's last bits may depend on it."""
     gpu_memory_gb: Positive | None = None
     """The most that this process takes of each GPU, 10^9 bytes; left out: all of it."""
+    nvtx: bool = False
+    """Whether stages are NVTX ranges too, by stage and micro-batch, for traces of Nsight Systems."""
 
 
 @attrs.frozen(kw_only=True)

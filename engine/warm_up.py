@@ -21,9 +21,9 @@ from engine.data.batches import BatchPlan, MicroBatch
 from engine.dflash.packing import ROW_MULTIPLE, packed_length
 from engine.errors import OutOfMemory
 from engine.runtime.alone import run_alone
+from engine.runtime.failure import StageFailure
 from engine.runtime.lane import Lane
 from engine.runtime.launch_state import ColdKey
-from engine.runtime.scheduler import StageFailure
 from engine.runtime.serializer import Serializer
 from engine.stages.drafter_fwd_bwd import DrafterForwardBackward
 from engine.stages.target_forward import TargetForward

@@ -15,8 +15,9 @@ import torch
 
 from engine.errors import InputError
 from engine.hookspecs import hookimpl
-from engine.runtime.lane import Lane, PinnedRing
+from engine.runtime.lane import Lane
 from engine.runtime.parcel import Parcel
+from engine.runtime.pinned_ring import PinnedRing
 from engine.toml_tables import Bounds
 
 PeerAccess = Callable[[torch.device, torch.device], bool]

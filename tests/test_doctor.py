@@ -15,7 +15,7 @@ from rich.console import Console
 from small_runs import small_project
 
 import engine.doctor
-import engine.memory_plan
+import engine.memory_free
 from engine.doctor import checkpoints, doctor, to_json
 from engine.doctor_devices import (
     Gpu,
@@ -585,7 +585,7 @@ def test_a_schedule_that_cannot_be_planned_is_a_line_with_the_error(project: Pat
 
 def test_a_schedule_that_does_not_fit_is_a_line_with_the_cures(project: Path, monkeypatch) -> None:
     assert states(schedule_findings(project)) == {"schedule": "ok", "device memory": "ok"}
-    monkeypatch.setattr(engine.memory_plan, "free_memory", lambda devices: dict.fromkeys(devices, 1000))
+    monkeypatch.setattr(engine.memory_free, "free_memory", lambda devices: dict.fromkeys(devices, 1000))
     finding = the(schedule_findings(project), "device memory")
     assert finding.state == "fail"
     assert "GB are free" in finding.found

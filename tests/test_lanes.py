@@ -17,7 +17,7 @@ from engine.errors import NonFinite
 from engine.lanes import open_run_lanes
 from engine.plain import train_step
 from engine.run import run
-from engine.runtime.scheduler import StageFailure
+from engine.runtime.failure import StageFailure
 from engine.schedule import load_schedule
 
 STEPS = 3

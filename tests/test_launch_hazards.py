@@ -23,11 +23,12 @@ from wrong_fixes import replaced
 from engine.errors import EngineError, OutOfMemory
 from engine.lanes import open_run_lanes
 from engine.runtime import serializer as serializer_module
+from engine.runtime.failure import StageFailure
 from engine.runtime.graph import LaneSpec, StageSpec, build_graph
 from engine.runtime.inbox import Stopped
 from engine.runtime.lane import Lane
 from engine.runtime.race_probe import probe
-from engine.runtime.scheduler import Scheduler, StageFailure
+from engine.runtime.scheduler import Scheduler
 from engine.runtime.serializer import Serializer
 from engine.runtime.stub_driver import stub_driver
 from engine.runtime.timing import Timings

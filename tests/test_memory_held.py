@@ -7,10 +7,11 @@ import torch
 from small_runs import assembled, small_project
 
 from engine.lanes import open_run_lanes
+from engine.runtime.failure import StageFailure
 from engine.runtime.graph import LaneSpec, StageSpec, build_graph
 from engine.runtime.lane import Lane
 from engine.runtime.memory_held import by_holder, describe, held_memory
-from engine.runtime.scheduler import Scheduler, StageFailure
+from engine.runtime.scheduler import Scheduler
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Timings
 

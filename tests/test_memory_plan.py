@@ -12,7 +12,8 @@ from rich.console import Console
 
 from engine.builtin import resolve
 from engine.errors import InputError
-from engine.memory_plan import GB, MemoryPlan, check_fits, free_memory, plan_memory
+from engine.memory_free import check_fits, free_memory
+from engine.memory_plan import GB, MemoryPlan, plan_memory
 from engine.planning import drafter_config
 from engine.schedule import Schedule, load_schedule
 from engine.schedule_checks import check_against_target

@@ -11,8 +11,9 @@ import torch
 from engine.errors import EngineError
 from engine.runtime.graph import LaneSpec, StageSpec, build_graph
 from engine.runtime.inbox import Stop, Stopped
-from engine.runtime.lane import Lane, PinnedRing
+from engine.runtime.lane import Lane
 from engine.runtime.parcel import Meeting, Parcel
+from engine.runtime.pinned_ring import PinnedRing
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Timings

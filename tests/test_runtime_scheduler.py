@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from engine.errors import DiskError, EngineError, NonFinite, ScheduleError
+from engine.runtime.failure import StageFailure
 from engine.runtime.graph import GraphError, LaneSpec, StageSpec, build_graph
 from engine.runtime.inbox import Stop, Stopped
 from engine.runtime.lane import Lane, open_lanes
 from engine.runtime.parcel import Parcel
-from engine.runtime.scheduler import Scheduler, StageFailure
+from engine.runtime.scheduler import Scheduler
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Timings
 

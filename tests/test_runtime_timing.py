@@ -138,3 +138,15 @@ def test_device_time_comes_without_synchronising_and_leaves_stream_waits_out():
     rows = {row["stage"]: row for row in timings.flush()}
     assert rows["target-forward"]["host_ms"] < 50 < rows["target-forward"]["device_ms"]
     assert rows["drafter-fwd-bwd"]["waited_ms"] > 50 > rows["drafter-fwd-bwd"]["device_ms"]
+
+
+@pytest.mark.gpu
+def test_a_traced_lane_opens_and_closes_a_range_for_each_span(monkeypatch):
+    ranges = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
+    lane = Lane(LaneSpec("target", 0, "cuda:0"))
+    lane.traced = True
+    with lane.active():
+        lane.end(lane.begin("pack", micro_batch=7, step=2))
+    assert ranges == ["pack 7", "end"]

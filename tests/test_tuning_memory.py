@@ -20,6 +20,8 @@ import attrs
 import torch
 from engine.hookspecs import hookimpl
 
+CHUNK = 1 << 30
+
 @attrs.frozen(kw_only=True)
 class Options:
     """None."""
@@ -29,10 +31,12 @@ class Fill:
     def wrap_target(self, target, lane):
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(lane.device)[0]
-        with lane.active():
-            kept = torch.empty(free - {left} * 1_000_000, dtype=torch.uint8, device=lane.device)
+        chunks, rest = divmod(free - {left} * 1_000_000, CHUNK)
+        with lane.active():  # in pieces that can be given back one by one
+            sizes = [CHUNK] * chunks + [rest]
+            kept = [torch.empty(size, dtype=torch.uint8, device=lane.device) for size in sizes]
         if {held}:
-            target.kept = kept
+            self.kept = kept
         print("left", torch.cuda.mem_get_info(lane.device)[0] // 1_000_000, "MB", flush=True)
 
 def make(options):

@@ -18,9 +18,9 @@ from engine.errors import NonFinite
 from engine.lanes import RunLanes, open_run_lanes
 from engine.plain import train_step
 from engine.runtime.alone import run_alone
+from engine.runtime.failure import StageFailure
 from engine.runtime.graph import LaneSpec
 from engine.runtime.lane import Lane
-from engine.runtime.scheduler import StageFailure
 from engine.warm_up import made_up, packed_rows, target_shapes
 
 EVERYWHERE = frozenset({"cpu", "cuda"})

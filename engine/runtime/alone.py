@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from engine.errors import is_out_of_memory
+from engine.runtime.failure import Place, StageFailure
 from engine.runtime.lane import Lane
 from engine.runtime.memory_held import held_memory
-from engine.runtime.scheduler import Place, StageFailure
 
 
 def run_alone(lane: Lane, stage: str, work: Callable[[], None], lanes: Sequence[Lane]) -> None:

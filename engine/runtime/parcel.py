@@ -22,7 +22,8 @@ from engine.runtime.graph import LaneSpec
 from engine.runtime.inbox import Stop
 
 if TYPE_CHECKING:
-    from engine.runtime.lane import Lane, Slot
+    from engine.runtime.lane import Lane
+    from engine.runtime.pinned_ring import Slot
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...] | Mapping[str, Tensor])
 

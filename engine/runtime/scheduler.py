@@ -15,14 +15,14 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import attrs
 import torch
 
-from engine.errors import EngineError, OutOfMemory, is_out_of_memory
+from engine.errors import is_out_of_memory
+from engine.runtime.failure import GRACE_S, Failure, Place, StageFailure
 from engine.runtime.graph import Graph, GraphError, StageSpec
 from engine.runtime.inbox import Inbox, Stop, Stopped
 from engine.runtime.lane import Lane, open_lanes
@@ -31,73 +31,8 @@ from engine.runtime.parcel import Meeting
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Span, Timings
 
-GRACE_S = 4.0  # what lanes get to stop in after a failure; the run must end within 5 s of it
-
 Work = Callable[[Lane, int, Any], Any]
 """(lane, micro_batch, cargo) -> cargo, and for the barrier (lane, step, meeting) -> result."""
-
-
-@attrs.frozen(kw_only=True)
-class Place:
-    """What a lane is at."""
-
-    stage: str
-    micro_batch: int | None = None
-    step: int | None = None
-    """Counted from 1, as in metrics.jsonl."""
-
-    def __str__(self) -> str:
-        batch = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
-        return f"{self.stage}{batch}" + ("" if self.step is None else f", step {self.step}")
-
-
-class StageFailure(EngineError):
-    """A stage failed; `__cause__` is its own exception, which the exit code is taken from."""
-
-    def __init__(
-        self,
-        place: Place,
-        lane: str,
-        error: BaseException,
-        stuck: Mapping[str, Place],
-        held: Sequence[str] = (),
-    ) -> None:
-        """
-        Args:
-            stuck: lanes that did not stop in time, and what they are at.
-            held: lines about who held memory, where it ran out.
-        """
-        message = f"{place} on {lane}: {type(error).__name__}: {error}"
-        if held:
-            message += "\nwho held memory then:" + "".join(f"\n  {line}" for line in held)
-        if stuck:
-            left = "; ".join(f"{name} at {where}" for name, where in stuck.items())
-            message += f"\nstill busy after {GRACE_S:g} s and left behind: {left}"
-        super().__init__(message)
-        self.stage = place.stage
-        self.lane = lane
-        self.micro_batch = place.micro_batch
-        self.step = place.step
-        """Counted from 1, as in metrics.jsonl."""
-        self.stuck = tuple(stuck)
-        """Names of lanes whose threads did not end."""
-        if isinstance(error, EngineError):
-            self.exit_code = error.exit_code
-        elif is_out_of_memory(error):
-            self.exit_code = OutOfMemory.exit_code
-
-    def advise(self, lines: Sequence[str]) -> None:
-        """Append what would help to the message."""
-        self.args = (self.args[0] + "".join(f"\n  - {line}" for line in lines),)
-
-
-@attrs.frozen
-class _Failure:
-    lane: str
-    place: Place
-    error: BaseException
-    held: Sequence[str] = ()
-    """Who held memory when it ran out."""
 
 
 class _Run:
@@ -112,7 +47,7 @@ class _Run:
             lane.name: Inbox(graph.micro_batches_of(lane, first_step, last_step), graph.depth, self.stop)
             for lane in graph.drafter_lanes
         }
-        self.news: queue.SimpleQueue[_Failure | tuple[str, int | None, Any]] = queue.SimpleQueue()
+        self.news: queue.SimpleQueue[Failure | tuple[str, int | None, Any]] = queue.SimpleQueue()
         """Failures; (lane, step, result) of a barrier; (lane, None, None) of a lane that ended."""
         # Re-entrant, because a signal handler may ask for a stop on top of the thread that holds it.
         self.lock = threading.RLock()
@@ -249,14 +184,14 @@ class Scheduler:
             ) from failure.error
         return run.end
 
-    def _follow(self, run: _Run, on_step: Callable[[int, list[Any]], None] | None) -> _Failure | None:
+    def _follow(self, run: _Run, on_step: Callable[[int, list[Any]], None] | None) -> Failure | None:
         """Pass results on until every lane has ended; returns the first failure at once."""
         drafters = [lane.name for lane in self.graph.drafter_lanes]
         results: dict[int, dict[str, Any]] = {}
         running = {lane.name for lane in self.graph.lanes}
         while running:
             news = run.news.get()
-            if isinstance(news, _Failure):
+            if isinstance(news, Failure):
                 return news
             lane, step, result = news
             if step is None:
@@ -271,7 +206,7 @@ class Scheduler:
                     if on_step is not None:
                         on_step(step, [by_lane[name] for name in drafters])
                 except Exception as error:
-                    return _Failure("main thread", Place(stage="on_step", step=step + 1), error)
+                    return Failure("main thread", Place(stage="on_step", step=step + 1), error)
         return None
 
     def _worker(self, run: _Run, lane: Lane) -> None:
@@ -287,7 +222,7 @@ class Scheduler:
             # Read while the failed call's tensors are alive: `error` holds their frames.
             held = held_memory(list(self.lanes.values())) if is_out_of_memory(error) else ()
             place = self._places.get(lane.name, Place(stage="start"))
-            run.news.put(_Failure(lane.name, place, error, held))
+            run.news.put(Failure(lane.name, place, error, held))
             run.stop.set()
         finally:
             lane.abandon_spans()
