@@ -126,7 +126,7 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
         "drafter-fwd-bwd": DrafterForwardBackward(parts, drafters, serializer),
         "optimizer": Optimizer(parts, drafters),
     }
-    works = {stage.name: _work(parts, index, stage.name, own) for index, stage in enumerate(schedule.stage)}
+    works = {stage.name: plan.stages.get(stage.name) or own[stage.name] for stage in schedule.stage}
     scheduler = Scheduler(plan.graph, works, serializer=serializer, timings=timings, lanes=lanes)
     warming = WarmUp(
         parts=parts,
@@ -148,16 +148,6 @@ def _synchronize(lanes: Mapping[str, Lane]) -> None:
     """Let every copy in flight end, so that its memory can be freed."""
     for lane in lanes.values():
         lane.synchronize()
-
-
-def _work(parts: TrainingParts, index: int, name: str, own: Mapping[str, StageWork]) -> StageWork:
-    host, schedule = parts.plan.host, parts.plan.schedule
-    work: StageWork | None = host.choose("make_stage", name=name, schedule=schedule) or own.get(name)
-    if work is None:
-        work = host.choose_named(
-            "make_stage", f"stage[{index}].name", name, known=list(own), schedule=schedule
-        )
-    return work
 
 
 def _wrap(parts: TrainingParts, lanes: Mapping[str, Lane], serializer: Serializer) -> None:

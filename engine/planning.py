@@ -4,6 +4,7 @@ Everything that can be found wrong by reading small files is found here: plugins
 target configuration, taps, mask id, documents, batches. `check` stops after it; `run` goes on.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -19,6 +20,7 @@ from engine.dflash.training import Recipe
 from engine.errors import ScheduleError
 from engine.memory_plan import MemoryPlan, plan_memory
 from engine.plugin_host import PluginHost, load_plugins
+from engine.plugin_stages import PluginStage, plugin_stages
 from engine.randomness import stateless_hash
 from engine.runtime.graph import Graph, LaneSpec, StageSpec, build_graph
 from engine.schedule import Schedule
@@ -44,6 +46,8 @@ class RunPlan:
     memory: MemoryPlan
     total_steps: int
     """Where the learning rate ends."""
+    stages: Mapping[str, PluginStage]
+    """What plugins run, by name."""
 
     @property
     def target_folder(self) -> Path:
@@ -80,6 +84,7 @@ def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
     if one_lane_each:
         targets, drafters = targets[:1], drafters[:1]
     graph = _graph(schedule, targets, drafters)
+    stages = plugin_stages(schedule, host)
     backend = resolve_attention(schedule.drafter.attention, *drafters)
     summary = read_target_config(resolve(schedule.target.path))
     schedule = check_against_target(schedule, summary)
@@ -127,6 +132,7 @@ def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
             warms_up=not one_lane_each,
         ),
         total_steps=total_steps,
+        stages=stages,
     )
 
 

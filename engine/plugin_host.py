@@ -7,6 +7,7 @@ plugins in a plain tuple and come through the same door as a stranger's.
 """
 
 import difflib
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -72,6 +73,11 @@ class PluginHost:
             PluginRefused: two plugins named in the schedule answer.
             PluginError: one of them raised.
         """
+        found = self.choose_from(hook, **question)
+        return None if found is None else found[1]
+
+    def choose_from(self, hook: str, **question: Any) -> tuple[LoadedPlugin, Any] | None:
+        """`choose`, with the plugin that answered."""
         for origin in ORIGINS:
             answers = []
             for plugin, implementation in self._implementations(hook):
@@ -81,12 +87,12 @@ class PluginHost:
                 if answer is None:
                     continue
                 if origin != "schedule":
-                    return answer
+                    return plugin, answer
                 answers.append((plugin, answer))
             if len(answers) > 1:
                 raise PluginRefused(_two_answers(hook, [plugin for plugin, _ in answers]))
             if answers:
-                return answers[0][1]
+                return answers[0]
         return None
 
     def choose_named(
@@ -107,10 +113,9 @@ class PluginHost:
             stems = [plugin.name.removesuffix(".py").rpartition(".")[2] for plugin in asked]
             nearest = difflib.get_close_matches(name, [*known, *stems], n=1)
             advice = f"did you mean {shown(nearest[0])}?" if nearest else "name its plugin under [[plugin]]"
-            listed = ", ".join(plugin.name for plugin in asked) or "nobody: no plugin has this hook"
-            raise InputError(
-                f"{key} = {shown(name)}: no plugin's {hook} answers to it; asked were {listed}; {advice}"
-            )
+            listed = ", ".join(plugin.name for plugin in asked)
+            found = f"asked were {listed}" if asked else "none of this run's plugins has that hook"
+            raise InputError(f"{key} = {shown(name)}: no plugin's {hook} answers to it: {found}; {advice}")
         return answer
 
     def tell(self, hook: str, **news: Any) -> None:
@@ -176,6 +181,11 @@ def host_of(plugins: Sequence[LoadedPlugin]) -> PluginHost:
         try:
             manager.register(plugin.instance, name=f"{plugin.origin}:{plugin.name}")
             manager.check_pending()
+            if not manager.get_hookcallers(plugin.instance):
+                raise PluginRefused(
+                    f"plugin {plugin.name}: what make(options) returned has no hook, so nothing would ever "
+                    "call it; mark its methods with @hookimpl (from engine.hookspecs)"
+                )
         except pluggy.PluginValidationError as error:
             raise PluginRefused(_wrong_hook(plugin, manager, error)) from None
         except ValueError as error:
@@ -255,4 +265,14 @@ def _wrong_hook(
             nearest = difflib.get_close_matches(caller.name, hook_names(), n=1)
             advice = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(hook_names())}"
             return f"plugin {plugin.name}: no hook is called {caller.name}; {advice}"
+    for hook in hook_names():
+        method = getattr(type(plugin.instance), hook, None)
+        if not callable(method):
+            continue
+        known = list(inspect.signature(getattr(hookspecs, hook)).parameters)
+        for name in inspect.signature(method).parameters:
+            if name not in (*known, "self"):
+                nearest = difflib.get_close_matches(name, known, n=1)
+                advice = f"did you mean {nearest[0]}?" if nearest else f"it may take {', '.join(known)}"
+                return f"plugin {plugin.name}: {hook} has no argument {name}; {advice}"
     return f"plugin {plugin.name}: {str(error).splitlines()[-1].strip()}"

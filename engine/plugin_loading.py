@@ -98,6 +98,8 @@ def load_plugin(use: str, options: Mapping[str, Any], origin: Origin) -> LoadedP
         raise PluginRefused(f"plugin {use}: {error}") from error
     except Exception as error:
         raise PluginRefused(f"plugin {use}: make(options) failed: {_where(error, module)}") from error
+    if instance is None:
+        raise PluginRefused(f"plugin {use}: make(options) returned None; return the plugin's object")
     return LoadedPlugin(name=use, origin=origin, module=module, options=structured, instance=instance)
 
 

@@ -21,6 +21,7 @@ import transformers
 from rich.console import Console
 
 from engine.checkpoint import load_checkpoint, save_checkpoint
+from engine.data.batches import BatchPlan
 from engine.dflash.decoding import Evaluation
 from engine.environment import environment
 from engine.errors import CheckpointError
@@ -32,6 +33,7 @@ from engine.plain import PlainTrainer, evaluate_held_out, target_forward
 from engine.planning import plan_run
 from engine.report import Reporter, loading_bar, print_plan, print_result, wide_console
 from engine.run_folder import RunFolder, check_run_folder, create_run_folder
+from engine.runtime.failure import Place, StageFailure
 from engine.runtime.tuning_cache import TuningCache, cache_folder, fingerprint
 from engine.schedule import Schedule
 from engine.target.taps import check_taps
@@ -181,7 +183,7 @@ def _train(
     before = after = None
     report.status("running")
     if plan.held_out and not start:
-        before = evaluate_held_out(parts, plan.held_out)
+        before = _evaluate(parts, plan.held_out, 0)
         report.evaluated(0, before.row())
     checkpoint = None
     step = start
@@ -191,7 +193,7 @@ def _train(
         stretch = _Stretch(report, trainer, end, evaluates)
         step = trainer.train(step, end, stretch.finished)
         if stretch.held_back is not None and plan.held_out:
-            after = evaluate_held_out(parts, plan.held_out)
+            after = _evaluate(parts, plan.held_out, step)
             report.step(stretch.held_back | after.row(), trainer.drain())
             report.evaluated(step, after.row())
         report.timings(trainer.flush())
@@ -212,6 +214,15 @@ def _train(
         tokens_per_s=statistics.median(report.speeds) if report.speeds else None,
         peak_memory=peak_memory(plan.devices),
     )
+
+
+def _evaluate(parts: TrainingParts, held_out: BatchPlan, step: int) -> Evaluation:
+    """Evaluate after `step` steps; what fails says so. Lanes are idle."""
+    try:
+        return evaluate_held_out(parts, held_out)
+    except Exception as error:
+        place = Place(stage=f"evaluation of held-out documents after step {step}")
+        raise StageFailure(place, "the main thread", error, {}) from error
 
 
 @attrs.define

@@ -7,7 +7,7 @@ graph that is built of it, and whether anybody runs a stage of another name by t
 """
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import attrs
@@ -68,22 +68,19 @@ def credit_depth(stages: Sequence[Stage]) -> int:
 
 def stage_problems(stages: Sequence[Stage]) -> Iterator[str]:
     """What is wrong with a list of stages, one problem a line."""
-    names = [stage.name for stage in stages]
-    entry = next((stage.name for stage in stages if stage.lane == "drafter"), None)
-    for index, stage in enumerate(stages):
-        key = f"stage[{index}]"
-        if stage.name in names[:index]:
-            yield f"{key}.name = {shown(stage.name)}: stands there twice; a stage runs once per micro-batch"
-        for before in stage.after or ():
-            if before == stage.name:
-                yield f"{key}.after = {shown(stage.after)}: a stage cannot come after itself"
-            elif before not in names:
-                yield f"{key}.after = {shown(stage.after)}: no stage {shown(before)}{_nearest(before, names)}"
-        if stage.depth is not None and stage.name != entry:
-            yield (
-                f"{key}.depth = {stage.depth}: {stage.name} takes nothing from another lane; give the depth "
-                f"to the first stage on the drafter's lane, {shown(entry or 'transfer')}"
-            )
+    misnamed = list(_misnamed(stages))
+    disorder = None if misnamed else _disorder(stages)
+    yield from misnamed
+    if disorder:
+        yield disorder
+    else:  # or a depth that seems misplaced would be its consequence
+        entry = next((stage.name for stage in stages if stage.lane == "drafter"), None)
+        for index, stage in enumerate(stages):
+            if stage.depth is not None and stage.name != entry:
+                yield (
+                    f"stage[{index}].depth = {stage.depth}: {stage.name} takes nothing from another lane; "
+                    f"give the depth to the first stage on the drafter's lane, {shown(entry or 'transfer')}"
+                )
     for default in DEFAULT_STAGES:
         given = [(index, stage) for index, stage in enumerate(stages) if stage.name == default.name]
         if not given:
@@ -102,6 +99,46 @@ def stage_problems(stages: Sequence[Stage]) -> Iterator[str]:
                     f"stage[{index}].barrier = {shown(stage.barrier)}: {stage.name} runs once per "
                     f"{'step' if default.barrier else 'micro-batch'}; write {shown(default.barrier)}"
                 )
+
+
+def _misnamed(stages: Sequence[Stage]) -> Iterator[str]:
+    """Stages that are there twice, and predecessors that are not there."""
+    names = [stage.name for stage in stages]
+    for index, stage in enumerate(stages):
+        key = f"stage[{index}]"
+        if stage.name in names[:index]:
+            yield f"{key}.name = {shown(stage.name)}: stands there twice; a stage runs once per micro-batch"
+        for before in stage.after or ():
+            if before == stage.name:
+                yield f"{key}.after = {shown(stage.after)}: a stage cannot come after itself"
+            elif before not in names:
+                yield f"{key}.after = {shown(stage.after)}: no stage {shown(before)}{_nearest(before, names)}"
+
+
+def _disorder(stages: Sequence[Stage]) -> str | None:
+    """The first two of the five that run in the wrong order, in words; None where all are in order."""
+    before = predecessors(stages)
+    five = [stage.name for stage in DEFAULT_STAGES]
+    for earlier, later in zip(five, five[1:], strict=False):
+        if earlier not in before or later not in before or earlier in _ancestors(later, before):
+            continue
+        index = [stage.name for stage in stages].index(later)
+        return (
+            f"stage[{index}].name = {shown(later)}: it does not come after {shown(earlier)}, whose result it "
+            f"takes; the five run in the order {', '.join(five)}, others between them"
+        )
+    return None
+
+
+def _ancestors(name: str, before: Mapping[str, tuple[str, ...]]) -> set[str]:
+    found: set[str] = set()
+    ahead = [*before.get(name, ())]
+    while ahead:
+        stage = ahead.pop()
+        if stage not in found:
+            found.add(stage)
+            ahead += before.get(stage, ())
+    return found
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:

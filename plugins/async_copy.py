@@ -28,9 +28,10 @@ class Options:
     """How copies travel."""
 
     slots: Annotated[int, Bounds(at_least=1)] = 2
-    """Pinned buffers of each target lane, where copies go through host memory."""
+    """Pinned buffers of each target lane, where copies between GPUs go through host memory."""
     through: Literal["auto", "peer", "host"] = "auto"
-    """`peer`: from GPU to GPU, refused where they can't; `host`: pinned memory; `auto`: peer where it can."""
+    """`peer`: from GPU to GPU, refused where they can't; `host`: pinned memory; `auto`: peer where it can.
+    Between lanes of one device, or of a CPU, nothing is copied whatever it says."""
 
 
 @attrs.frozen(eq=False)

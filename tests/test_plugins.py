@@ -23,6 +23,7 @@ from test_schedule import schedule_with
 from engine import plugin_loading
 from engine.errors import InputError, NonFinite
 from engine.plain import train_step
+from engine.planning import plan_run
 from engine.plugin_host import (
     DEFAULT_PLUGINS,
     PluginError,
@@ -33,6 +34,7 @@ from engine.plugin_host import (
 )
 from engine.plugin_loading import PluginRefused
 from engine.run import run
+from engine.runtime.failure import StageFailure
 from engine.schedule import Plugin, Train, load_schedule, structure
 
 DOCS = Path(__file__).parent.parent / "docs" / "plugins.md"
@@ -51,8 +53,9 @@ def write(folder: Path, name: str, *lines: str, head: str = NO_OPTIONS) -> str:
 
 def mine(folder: Path, *methods: str, name: str = "mine.py") -> str:
     """A plugin without options, its methods on one line each."""
+    methods = methods or ("def run_finished(self): pass",)
     lines = [line for method in methods for line in ("    @hookimpl", f"    {method}")]
-    return write(folder, name, "class Mine:", *(lines or ["    pass"]))
+    return write(folder, name, "class Mine:", *lines)
 
 
 def host_with(*uses: str, **options: Any) -> PluginHost:
@@ -101,7 +104,7 @@ def test_the_defaults_answer_what_a_run_needs() -> None:
 
 
 def test_a_plugin_is_loaded_from_a_module_a_file_and_an_entry_point(tmp_path: Path, installed: Any) -> None:
-    installed(theirs="class Mine:\n    pass\n")
+    installed(theirs="class Mine:\n    @hookimpl\n    def run_finished(self): pass\n")
     path = mine(tmp_path, "def make_objective(self, name): return name.upper()")
     host = host_with("plugins.split_fc", path, "theirs")
     assert [(plugin.name, plugin.origin) for plugin in host.plugins[:3]] == [
@@ -110,6 +113,83 @@ def test_a_plugin_is_loaded_from_a_module_a_file_and_an_entry_point(tmp_path: Pa
         ("theirs", "schedule"),
     ]
     assert host.choose("make_objective", name="x", train=TRAIN) == "X"
+
+
+def test_a_plugin_that_nothing_would_ever_call_is_refused(tmp_path: Path) -> None:
+    hookless = write(tmp_path, "hookless.py", "class Mine:", "    pass")
+    assert "has no hook, so nothing would ever call it; mark its methods with @hookimpl" in refusal(hookless)
+    nothing = HEAD + "@attrs.frozen\nclass Options:\n    pass\ndef make(options):\n    Mine()\n"
+    forgotten = write(tmp_path, "forgotten.py", "class Mine:", "    pass", head=nothing)
+    assert f"plugin {forgotten}: make(options) returned None; return the plugin's object" in refusal(
+        forgotten
+    )
+
+
+def test_a_hook_s_misspelt_argument_is_named_with_the_nearest(tmp_path: Path) -> None:
+    path = mine(tmp_path, "def step_finished(self, stp): pass")
+    assert f"plugin {path}: step_finished has no argument stp; did you mean step?" in refusal(path)
+    path = mine(tmp_path, "def step_finished(self, qq): pass", name="other.py")
+    assert "step_finished has no argument qq; it may take step, row" in refusal(path)
+
+
+STAGES = """
+[[stage]]
+name = "target-forward"
+lane = "target"
+[[stage]]
+name = "pack"
+lane = "target"
+[[stage]]
+name = "look"
+lane = "target"
+[[stage]]
+name = "transfer"
+lane = "drafter"
+[[stage]]
+name = "drafter-fwd-bwd"
+lane = "drafter"
+[[stage]]
+name = "optimizer"
+lane = "drafter"
+barrier = true
+"""
+
+
+def staged(tmp_path: Path, *code: str) -> tuple[Path, str]:
+    """A small schedule with a stage of a plugin's, whose `make_stage` ends in these lines."""
+    schedule = small_project(tmp_path)
+    plugin = write(
+        tmp_path, "look.py", "class Mine:", "    @hookimpl", "    def make_stage(self, name):", *code
+    )
+    schedule.write_text(schedule.read_text() + STAGES + f'[[plugin]]\nuse = "{plugin}"\n')
+    return schedule, plugin
+
+
+def test_a_stage_that_nobody_runs_or_that_cannot_be_called_is_found_by_planning(tmp_path: Path) -> None:
+    schedule, plugin = staged(tmp_path, "        return 3 if name == 'look' else None")
+    with pytest.raises(PluginRefused, match="make_stage returned 3 for look; return a function of") as error:
+        plan_run(load_schedule(schedule))
+    assert plugin in str(error.value)
+    schedule.write_text(schedule.read_text().replace('name = "look"', 'name = "trasnfer"'))
+    with pytest.raises(
+        InputError, match='"trasnfer": no plugin.s make_stage answers.*did you mean "transfer"'
+    ):
+        plan_run(load_schedule(schedule))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("raise ValueError('bad cargo')", "stage look failed: ValueError: bad cargo"),
+        ("return None", "stage look failed: EngineError: it returned None; a stage returns the cargo"),
+    ],
+)
+def test_a_plugin_s_stage_that_fails_is_named_with_its_plugin(tmp_path: Path, line: str, words: str) -> None:
+    body = ["        if name != 'look': return None", "        def look(lane, micro_batch, cargo):"]
+    schedule, plugin = staged(tmp_path, *body, f"            {line}", "        return look")
+    with pytest.raises(StageFailure, match="look, micro-batch 0, step 1 on target.0@cpu") as error:
+        run(load_schedule(schedule, [ONE_LANE_EACH]), steps=1, output=tmp_path / "out")
+    assert f"plugin {plugin}: {words}" in str(error.value)
 
 
 def test_a_default_that_the_schedule_names_is_there_once() -> None:
@@ -273,7 +353,7 @@ def test_a_name_that_nobody_answers_to_is_refused_with_the_nearest() -> None:
     assert 'train.objective = "dpase": no plugin' in str(error.value)
     assert "asked were plugins.decay, plugins.dpace" in str(error.value)
     assert 'did you mean "dpace"?' in str(error.value)
-    with pytest.raises(InputError, match='nobody: no plugin has this hook; did you mean "pack"'):
+    with pytest.raises(InputError, match='none of this run\'s plugins has that hook; did you mean "pack"'):
         host_with().choose_named("make_stage", "stage[1].name", "pak", known=("pack",), schedule=None)
 
 

@@ -385,6 +385,14 @@ def test_a_stage_comes_after_the_one_above_it_unless_it_says_otherwise() -> None
             stages(pack={"depth": 2}),
             "stage[1].depth = 2: pack takes nothing from another lane; give the depth to",
         ),
+        (
+            [stages()[1], stages()[0], *stages()[2:]],
+            'stage[0].name = "pack": it does not come after "target-forward", whose result it takes',
+        ),
+        (
+            [*stages()[:2], stages()[3], stages()[2], stages()[4]],
+            'stage[2].name = "drafter-fwd-bwd": it does not come after "transfer"',
+        ),
         (stages(transfer={"depth": 0}), "stage[2].depth = 0: expected a whole number, at least 1"),
         ([{"name": "pack"}], "stage[0].lane: missing"),
     ],

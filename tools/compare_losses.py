@@ -20,7 +20,10 @@ def training_rows(run: Path) -> list[dict]:
     path = run / "metrics.jsonl" if run.is_dir() else run
     try:
         rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-    except (OSError, orjson.JSONDecodeError) as error:
+    except OSError as error:
+        sys.stderr.write(f"{path}: {error.strerror}; give a run's folder or its metrics.jsonl\n")
+        sys.exit(2)
+    except orjson.JSONDecodeError as error:
         sys.stderr.write(f"{path}: {error}\n")
         sys.exit(2)
     return [row for row in rows if "loss" in row]
@@ -29,8 +32,8 @@ def training_rows(run: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", type=Path, nargs=2)
-    parser.add_argument("--step", type=float, default=0.02)
-    parser.add_argument("--mean", type=float, default=0.005)
+    parser.add_argument("--step", type=float, default=0.02, help="largest difference of a step (%(default)s)")
+    parser.add_argument("--mean", type=float, default=0.005, help="of the means (%(default)s)")
     options = parser.parse_args()
     sides = [training_rows(run) for run in options.runs]
     pairs = list(zip(*sides, strict=False))
@@ -47,7 +50,10 @@ def main() -> None:
     means = [sum(pair[side]["loss"] for pair in pairs) / len(pairs) for side in (0, 1)]
     mean_error = abs(means[1] - means[0]) / means[0]
     print(f"{len(pairs)} steps, means {means[0]:.4f} and {means[1]:.4f}")
-    print(f"worst step {max(errors):.3%}, mean {mean_error:.3%}")
+    if any(errors):
+        print(f"worst step {max(errors):.2e}, mean {mean_error:.2e}")
+    else:
+        print("all losses equal, bit for bit")
     sys.exit(0 if max(errors) <= options.step and mean_error <= options.mean else 7)
 
 

@@ -8,7 +8,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Sequence
 
-from engine.errors import is_out_of_memory
+from engine.errors import EngineError, is_out_of_memory
 from engine.runtime.failure import Place, StageFailure
 from engine.runtime.lane import Lane
 from engine.runtime.memory_held import held_memory
@@ -23,16 +23,21 @@ def run_alone(lane: Lane, stage: str, work: Callable[[], None], lanes: Sequence[
 
     Raises:
         StageFailure: what `work` raised is its cause.
+        EngineError: the thread came to no end that it could tell of.
     """
-    failures: list[tuple[BaseException, Sequence[str]]] = []
+    failures: list[BaseException] = []
+    held: list[str] = []
+    finished = threading.Event()
 
     def worker() -> None:
         try:
             with lane.active():
                 work()
                 lane.synchronize()
+            finished.set()
         except BaseException as error:  # whatever it was, it belongs to the caller
-            failures.append((error, held_memory(lanes) if is_out_of_memory(error) else ()))
+            failures.append(error)
+            held.extend(_held(error, lanes))
         finally:
             lane.abandon_spans()
 
@@ -43,5 +48,14 @@ def run_alone(lane: Lane, stage: str, work: Callable[[], None], lanes: Sequence[
     thread.start()
     thread.join()
     if failures:
-        error, held = failures[0]
-        raise StageFailure(Place(stage=stage), lane.name, error, {}, held) from error
+        raise StageFailure(Place(stage=stage), lane.name, failures[0], {}, held) from failures[0]
+    if not finished.is_set():
+        raise EngineError(f"{stage} on {lane.name}: its thread ended before the work was done")
+
+
+def _held(error: BaseException, lanes: Sequence[Lane]) -> Sequence[str]:
+    """Who holds memory where it ran out; a reading that fails says so and hides nothing of `error`."""
+    try:
+        return held_memory(lanes) if is_out_of_memory(error) else ()
+    except Exception as other:
+        return [f"not known, for reading it failed: {type(other).__name__}: {other}"]

@@ -64,7 +64,8 @@ class StageFailure(EngineError):
 
     def advise(self, lines: Sequence[str]) -> None:
         """Append what would help to the message."""
-        self.args = (self.args[0] + "".join(f"\n  - {line}" for line in lines),)
+        advice = "".join(f"\n  - {line}" for line in lines)
+        self.args = (f"{self.args[0]}\nwhat lowers the need:{advice}",)
 
 
 @attrs.frozen

@@ -87,7 +87,9 @@ class Serializer:
             ScheduleError: another mode.
         """
         if mode not in MODES:
-            raise ScheduleError(f"serialize.launches = {mode!r}: expected one of {', '.join(MODES)}")
+            raise ScheduleError(
+                f"launch mode {mode!r} (serialize.launches): expected one of {', '.join(MODES)}"
+            )
         self.mode = mode
         self.on_cold: Callable[[ColdKey], None] | None = None
         """Called in the launching thread after a key was tuned."""
