@@ -101,7 +101,8 @@ class StageTimes:
 
     def table(self, *, narrow: bool = False) -> Table:
         """Time by stage and lane, parts below their stage; `narrow` fits 80 columns."""
-        table = Table(title="time by stage", title_justify="left", box=box.SIMPLE)
+        title = "time by stage" + (", without the first step" if self.left_out == 1 else "")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE)
         for heading in ("stage", "lane"):
             table.add_column(heading, no_wrap=True)
         if narrow:

@@ -247,7 +247,10 @@ def _report(state: Stress, seconds: float) -> dict[str, Any]:
 
 def _print(report: dict[str, Any], console: Console) -> None:
     table = Table(title=f"mode {report['mode']}, {report['seconds']:.0f} s, {report['kernels']}")
-    names = [name for name in report["threads"][0] if name != "first_error"]
+    rows = report["threads"]
+    always = ("thread", "calls", "errors", "launches", "cold_keys")
+    names = [name for name in rows[0] if name in always or any(row[name] for row in rows)]
+    names = [name for name in names if name != "first_error"]
     for name in names:
         table.add_column(name.replace("_", " "), justify="left" if name == "thread" else "right")
     for row in report["threads"]:
@@ -263,7 +266,8 @@ def _print(report: dict[str, Any], console: Console) -> None:
         console.print(finding, markup=False)
     for row in report["threads"]:
         if row["first_error"]:
-            console.print(f"first error of {row['thread']}:\n{row['first_error']}", markup=False)
+            console.print(f"first error of {row['thread']}:", markup=False)
+            console.print(row["first_error"], markup=False, highlight=False, soft_wrap=True)
 
 
 def _judge(state: Stress) -> None:
