@@ -4,13 +4,19 @@ A failure carries what is needed at night: stage, lane, micro-batch and step, th
 lanes that no stop reached, and, where memory ran out, who held it.
 """
 
+import errno
 from collections.abc import Mapping, Sequence
 
 import attrs
 
-from engine.errors import EngineError, OutOfMemory, is_out_of_memory
+from engine.errors import DiskError, EngineError, OutOfMemory, is_out_of_memory
 
-GRACE_S = 4.0  # what lanes get to stop in after a failure; the run must end within 5 s of it
+GRACE_S = 3.0  # what lanes get to stop in after a failure; the run must end within 5 s of it
+
+# What a disk, a quota or a file system says, whoever was writing or reading.
+DISK_ERRORS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV}
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -61,6 +67,8 @@ class StageFailure(EngineError):
             self.exit_code = error.exit_code
         elif is_out_of_memory(error):
             self.exit_code = OutOfMemory.exit_code
+        elif isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            self.exit_code = DiskError.exit_code
 
     def advise(self, lines: Sequence[str]) -> None:
         """Append what would help to the message."""
