@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from engine.errors import EngineError, OutOfMemory, ScheduleError, is_out_of_memory
+from engine.errors import EngineError, ScheduleError, exit_code_of, words
 
 app = typer.Typer(
     help="Trains DFlash speculative-decoding drafters against a frozen target.",
@@ -31,23 +32,36 @@ def run_command(
     steps: Annotated[int | None, typer.Option(min=1, help="stop after this many steps")] = None,
     output: Annotated[Path | None, typer.Option(help="the run's folder")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run in --output")] = False,
+    allow_drift: Annotated[
+        bool, typer.Option("--allow-drift", help="resume although data, target or recipe differ")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the run in --output")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="one loop without lanes, to compare with")] = False,
     force: Annotated[bool, typer.Option("--force", help="start although memory will not do")] = False,
+    max_hours: Annotated[
+        float | None, typer.Option(min=0, help="finish the step and save after so long; exit code 0")
+    ] = None,
 ) -> None:
     """Train a drafter."""
+    from engine.interrupts import Interrupted
     from engine.run import run
     from engine.schedule import load_schedule
 
-    run(
-        load_schedule(schedule, set_ or []),
-        steps=steps,
-        output=output,
-        resume=resume,
-        overwrite=overwrite,
-        plain=plain,
-        force=force,
-    )
+    try:
+        run(
+            load_schedule(schedule, set_ or []),
+            steps=steps,
+            output=output,
+            resume=resume,
+            allow_drift=allow_drift,
+            overwrite=overwrite,
+            plain=plain,
+            force=force,
+            max_hours=max_hours,
+        )
+    except Interrupted as interrupted:  # typer would make any of them 130
+        sys.stderr.write(f"interrupted: {interrupted}\n")
+        _leave(interrupted.exit_code, stuck=_others())
 
 
 @app.command()
@@ -150,6 +164,24 @@ def doctor_command(
     doctor(schedule, set_ or [], as_json=json)
 
 
+@app.command("status")
+def status_command(
+    run: Annotated[
+        Path, typer.Argument(metavar="[RUN]", help="a run's folder, or the folder of runs")
+    ] = Path("runs/latest"),
+    watch: Annotated[bool, typer.Option("--watch", help="go on until the run is over")] = False,
+    json: Annotated[bool, typer.Option("--json", help="one object; a line each with --watch")] = False,
+) -> None:
+    """Show how a run is: its state, speed, lanes, memory and last checkpoint, from its folder alone.
+
+    It is dead when its process is gone or silent for 90 seconds. Exit code: 0 under way or done, 1 failed,
+    2 no status to read, 5 dead; of a stopped run, its own: 130 or 143 after a signal.
+    """
+    from engine.status import show_status
+
+    raise typer.Exit(show_status(run, watch=watch, as_json=json, output=sys.stdout))
+
+
 @app.command("stress")
 def stress_command(
     seconds: Annotated[float, typer.Option(min=1, help="how long; 300 from empty caches")] = 90,
@@ -177,14 +209,16 @@ def main() -> None:
         register_installed_commands(app)
         app()
     except EngineError as error:
-        _leave(_report(error), stuck=getattr(error, "stuck", ()))
+        _leave(_report(error), stuck=(*getattr(error, "stuck", ()), *_others()))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
-        if is_out_of_memory(error):
-            sys.exit(_report(OutOfMemory(str(error))))
-        traceback.print_exc()
-        sys.exit(EngineError.exit_code)
+        code = exit_code_of(error)
+        if code == EngineError.exit_code:
+            traceback.print_exc()
+        else:
+            sys.stderr.write(f"{type(error).__name__}: {words(error)}\n")
+        _leave(code, stuck=_others())
 
 
 def _leave(code: int, stuck: Sequence[str]) -> NoReturn:
@@ -196,8 +230,13 @@ def _leave(code: int, stuck: Sequence[str]) -> NoReturn:
     sys.exit(code)
 
 
+def _others() -> list[str]:
+    """Names of threads still at work, in a compiler or a disk's call perhaps; no exit gets by them."""
+    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+
+
 def _report(error: EngineError) -> int:
     if error.exit_code == EngineError.exit_code:
         traceback.print_exc()
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.write(f"{type(error).__name__}: {words(error)}\n")
     return error.exit_code

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine import doctor_devices, doctor_kernels, doctor_links, doctor_machine, doctor_versions
+from engine.disk_space import checkpoints, free_disk
 from engine.doctor_findings import Finding, examined, gigabytes, told
 from engine.errors import DifferenceFound, InputError, OutOfMemory
 
@@ -42,9 +43,6 @@ REPORT = (
 """The checks in the order in which they are told; they are done in another."""
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-
-SERVED_AND_TRAINED = 12
-"""Bytes per parameter that a checkpoint holds beside the served weights: master and two moments."""
 
 
 def doctor(
@@ -245,20 +243,7 @@ def _memory(plan: "RunPlan | None") -> Iterator[Finding]:
 def _disk(plan: "RunPlan | None") -> Iterator[Finding]:
     folder = Path(plan.schedule.run.output_dir if plan else ".").absolute()
     size, count = checkpoints(plan) if plan else (None, 0)
-    return doctor_machine.disk_findings(folder, doctor_machine.free_disk(folder), size, count)
-
-
-def checkpoints(plan: "RunPlan") -> tuple[int, int]:
-    """Bytes of a checkpoint, with AdamW's moments, and how many a run writes."""
-    import torch
-
-    from engine.dflash.drafter import build_drafter
-
-    drafter = build_drafter(plan.drafter_config, torch.device("meta"), plan.compute_dtype)
-    parameters = sum(parameter.numel() for parameter in drafter.parameters())
-    every = plan.schedule.run.save_every
-    count = -(-plan.total_steps // every) if every else 1
-    return parameters * (SERVED_AND_TRAINED + plan.compute_dtype.itemsize), count
+    return doctor_machine.disk_findings(folder, free_disk(folder), size, count)
 
 
 def to_json(findings: Sequence[Finding]) -> str:

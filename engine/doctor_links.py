@@ -1,25 +1,16 @@
 """How GPUs are linked, and whether copies between them arrive unharmed.
 
-Peer copies between PCIe cards have corrupted data without any error, where an IOMMU or a switch's
-access control stands between them, and a drafter trained on such states only looks a little worse. So
-random bytes are copied both ways between every two GPUs, in sizes that take different paths, onto
-memory that held something else, and compared bit for bit.
+The links are what nvidia-smi says; the copies are the proof, by the same probe that a run begins with.
 """
 
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
+from engine.copy_probe import COPY_SIZES, copy_differences, patterns
 from engine.doctor_devices import Gpu
 from engine.doctor_findings import Finding
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-COPY_SIZES = (1, 4_099, 1 << 20, (1 << 22) + 3, 1 << 26)
-"""Bytes: below and above a page, aligned and not, up to what a micro-batch's taps take."""
 
 
 def read_topology() -> str | None:
@@ -72,55 +63,6 @@ def read_links(topology: str) -> dict[tuple[str, str], str]:
     return links
 
 
-def patterns(sizes: Sequence[int] = COPY_SIZES) -> "list[Tensor]":
-    """Random bytes on the CPU, uint8 [size], one for each size; the same at every call."""
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
-
-
-def copy_differences(
-    source: str,
-    destination: str,
-    sent: "Sequence[Tensor]",
-    *,
-    copy: "Callable[[Tensor, Tensor], object] | None" = None,
-) -> dict[int, int]:
-    """Copy bytes from one device to another and compare them on the CPU.
-
-    Args:
-        source, destination: names of devices.
-        sent: uint8 [size] on the CPU, one copy each.
-        copy: `copy(to, from)`; torch's own by default.
-
-    Returns:
-        Size to the number of bytes that arrived wrong, of those sizes where any did.
-    """
-    wrong = {}
-    for pattern in sent:
-        there = pattern.to(source)
-        # What was there before differs in every bit: a copy that never happens is seen as well.
-        received = (~pattern).to(destination)
-        _wait(source, destination)
-        if copy is None:
-            received.copy_(there)
-        else:
-            copy(received, there)
-        _wait(source, destination)
-        if different := int((received.cpu() != pattern).sum()):
-            wrong[pattern.numel()] = different
-    return wrong
-
-
-def _wait(*devices: str) -> None:
-    import torch
-
-    for device in devices:
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-
-
 def probe_peers(gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Copy between every two GPUs, both ways, and compare."""
     import torch
@@ -151,8 +93,8 @@ def peer_finding(subject: str, wrong: Mapping[str, Mapping[int, int]], *, direct
             subject,
             "fail",
             f"copies arrive corrupted: {'; '.join(bad)}",
-            "turn off the IOMMU or the PCIe switches' access control (ACS); until then run on one GPU: "
-            'through = "host" of plugins.async_copy mends the transfer of taps and not that of gradients',
+            "turn off the IOMMU or the PCIe switches' access control (ACS); until then a run copies through "
+            "host memory between these two, slower, and says so",
         )
     if not direct:
         return Finding(

@@ -5,7 +5,6 @@ folder of programs: can this user write there, is anything in it another user's,
 """
 
 import os
-import shutil
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import attrs
 
+from engine.disk_space import existing_folder
 from engine.doctor_findings import Finding, gigabytes
 from engine.errors import InputError
 
@@ -114,12 +114,6 @@ def _is_partial(name: str, status: os.stat_result, *, file: bool) -> bool:
     # The names under which Triton, torch.compile and this engine write before they rename.
     unfinished = name.startswith("tmp.pid_") or name.endswith((".tmp", ".partial"))
     return unfinished and time.time() - status.st_mtime > OLD_PART_S
-
-
-def existing_folder(path: Path) -> Path:
-    """The nearest folder that exists: `path` or one above it."""
-    path = path.absolute()
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def cache_findings(name: str, folder: CacheFolder, *, needed: bool) -> Iterator[Finding]:
@@ -292,11 +286,6 @@ def disk_findings(folder: Path, free: int, checkpoint: int | None, count: int) -
         )
     else:
         yield Finding("disk", "ok", shown)
-
-
-def free_disk(folder: Path) -> int:
-    """Bytes free where a folder is or would be made."""
-    return shutil.disk_usage(existing_folder(folder)).free
 
 
 def usable_cores() -> int:

@@ -72,4 +72,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in words(error).lower()
+
+
+def words(error: BaseException) -> str:
+    """`str(error)`, which for a stranger's exception may itself fail."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be read: {type(second).__name__})"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """What `python -m engine` ends with after a failure whose cause is `error`."""
+    if isinstance(error, EngineError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if is_out_of_memory(error):
+        return OutOfMemory.exit_code
+    return DiskError.exit_code if isinstance(error, OSError) else EngineError.exit_code

@@ -91,7 +91,8 @@ class Transfer(Protocol):
         Called on the drafter's lane, for every micro-batch. It may return before the copies are done
         if the new parcel's event says when they are. The old parcel's tensors have to live until then:
         `parcel.take(lane)` and `lane.copy_in(parcel)` see to it. Where they lie on the lane's device
-        already, the parcel itself comes back.
+        already, the parcel itself comes back. Some GPUs cannot be trusted with direct copies: `copy_in` and
+        `lane.links` know which, a plain `.to` does not.
         """
 
 

@@ -1,20 +1,22 @@
 """A run's lanes: the graph of a schedule with its parts and its work in place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
+from engine.dflash.finite import BadStepsInARow, listed
 from engine.dflash.packing import packed_length
 from engine.errors import OutOfMemory
 from engine.hookspecs import StageWork
 from engine.launch_watch import LaunchWatch
 from engine.memory_plan import MemoryPlan
-from engine.runtime.failure import StageFailure
+from engine.runtime.failure import Place, StageFailure
 from engine.runtime.lane import Lane, open_lanes
 from engine.runtime.scheduler import Scheduler
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Timings
+from engine.runtime.watchdog import Watched
 from engine.stages.drafter_fwd_bwd import DrafterForwardBackward
 from engine.stages.optimizer import Optimizer
 from engine.stages.pack import Pack
@@ -63,6 +65,7 @@ class RunLanes:
                 and which lines of the schedule lower that.
         """
         epochs: set[int] = set()
+        self.watch.begin()
 
         def finished(step: int, rows: list[dict[str, Any]]) -> None:
             row = rows[0]
@@ -71,14 +74,38 @@ class RunLanes:
                 self.serializer.ensure()
             on_step(row | self.watch.step())
 
-        self.watch.begin()
         try:
             return self.scheduler.run(first, last, finished)
         except StageFailure as failure:
+            failure.advise(self._documents(failure))
             device = failure.lane.partition("@")[2]
             if failure.exit_code == OutOfMemory.exit_code and device in self.memory.devices:
                 failure.advise(self.memory.advice(device))
             raise
+
+    def _documents(self, failure: StageFailure) -> list[str]:
+        """A line about the documents that a failed stage was at work on; none where they are told already."""
+        graph, batches = self.scheduler.graph, self.warming.parts.plan.train
+        known = failure.stage in {stage.name for stage in graph.stages}
+        if not known or failure.step is None or isinstance(failure.__cause__, BadStepsInARow):
+            return []
+        numbers: Sequence[int] = [failure.micro_batch] if failure.micro_batch is not None else []
+        if not numbers:
+            numbers = range((failure.step - 1) * graph.micro_batches, failure.step * graph.micro_batches)
+        return [listed([document for number in numbers for document in batches.document_ids(number)])]
+
+    @property
+    def watched(self) -> Watched:
+        """What tells how the lanes get on."""
+        return self.scheduler
+
+    def request_stop(self) -> None:
+        """End when the step under way is done; from any thread."""
+        self.scheduler.request_stop()
+
+    def places(self) -> dict[str, Place]:
+        """What each lane is at, for any thread that asks."""
+        return self.scheduler.places()
 
     def notices(self) -> list[str]:
         """Tuning and compiling that no warm-up foresaw, in words."""
@@ -105,6 +132,7 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
     lanes = open_lanes(plan.graph.lanes, timings)
     for lane in lanes.values():
         lane.traced = schedule.run.nvtx
+        lane.links = parts.links
     serializer = Serializer(schedule.serialize.launches)
     serializer.on_out_of_memory = lambda message: _synchronize(lanes)
     serializer.install()

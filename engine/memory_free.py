@@ -25,12 +25,13 @@ def free_memory(devices: Iterable[str], most: int | None = None) -> dict[str, in
         if device.startswith("cuda"):
             there = torch.cuda.mem_get_info(torch.device(device))[0]
             free[device] = there if most is None else min(there, most)
-        elif (available := _available_ram()) is not None:
+        elif (available := available_ram()) is not None:
             free[device] = available
     return free
 
 
-def _available_ram() -> int | None:
+def available_ram() -> int | None:
+    """Bytes of host memory that this machine can still give; None where it does not say."""
     meminfo = Path("/proc/meminfo")
     lines = meminfo.read_text().splitlines() if meminfo.is_file() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]

@@ -12,6 +12,7 @@ What runs here in this order is what lanes run side by side, and with one drafte
 are these, bit for bit on a CPU.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,10 +24,13 @@ from torch import Tensor
 
 from engine.data.batches import BatchPlan, MicroBatch
 from engine.dflash.decoding import Evaluation, evaluate
+from engine.dflash.finite import BadSteps, first_trouble, listed, take_reading
 from engine.dflash.masters import learning_rate
 from engine.dflash.packing import PackedRow
 from engine.dflash.training import Packed, training_loss
 from engine.errors import EngineError, NonFinite
+from engine.runtime.failure import Place, StageFailure
+from engine.runtime.progress import LoopProgress
 from engine.training_parts import DrafterPart, TrainingParts, pack_micro_batch, step_row
 
 LANE = "plain"
@@ -40,6 +44,12 @@ class PlainLoop:
     """Of one drafter: several share the masters out, and one alone would update only its share."""
     record_timing: Callable[[dict[str, Any]], None]
     """Takes a row of timings.jsonl."""
+    progress: LoopProgress = attrs.field(factory=LoopProgress)
+    bad_steps: BadSteps = attrs.field(init=False)
+
+    @bad_steps.default
+    def _bad_steps(self) -> BadSteps:
+        return BadSteps(self.parts.plan.schedule.train.max_bad_steps)
 
     def __attrs_post_init__(self) -> None:
         if len(self.parts.drafters) != 1:
@@ -48,6 +58,7 @@ class PlainLoop:
     @contextmanager
     def timed(self, stage: str, micro_batch: int | None, step: int, tokens: int = 0) -> Iterator[None]:
         """Time one stage. The loop waits for the device, so host and device time are one."""
+        self.progress.enter(LANE, Place(stage=stage, micro_batch=micro_batch, step=step + 1))
         start = time.time()
         begin = time.perf_counter()
         yield
@@ -76,19 +87,53 @@ class PlainTrainer:
     def __init__(self, parts: TrainingParts) -> None:
         self._timings: list[dict[str, Any]] = []
         self._loop = PlainLoop(parts=parts, record_timing=self._timings.append)
+        self._ends = False
 
     def warm_up(self, say: Callable[[str], None]) -> None:
         """Nothing: alone in its process, the loop tunes and compiles when a shape first comes."""
+
+    @property
+    def watched(self) -> LoopProgress:
+        """What tells how the loop gets on."""
+        return self._loop.progress
+
+    def request_stop(self) -> None:
+        """End when the step under way is done; from any thread."""
+        self._ends = True
+
+    def places(self) -> dict[str, Place]:
+        """What the loop is at, as if it were a lane's."""
+        return self._loop.progress.places()
 
     def notices(self) -> list[str]:
         """Nothing, for the same reason."""
         return []
 
     def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
-        """Run steps [first, last) and hand on each one's row."""
+        """Run steps [first, last) and hand on each one's row; returns the step to go on with.
+
+        Raises:
+            StageFailure: names stage and micro-batch, and their documents.
+        """
+        self._ends = False
         for step in range(first, last):
-            on_step(train_step(self._loop, step))
+            row = self._step(step)
+            on_step(row)
+            if self._ends:
+                return step + 1
         return last
+
+    def _step(self, step: int) -> dict[str, Any]:
+        try:
+            return train_step(self._loop, step)
+        except Exception as error:
+            place = self._loop.progress.place(LANE)
+            failure = StageFailure(place, LANE, error, {})
+            if place.micro_batch is not None:
+                failure.advise([listed(self._loop.parts.plan.train.document_ids(place.micro_batch))])
+            raise failure from error
+        finally:
+            self._loop.progress.leave(LANE)
 
     def drain(self) -> list[dict[str, Any]]:
         """Rows of timings.jsonl."""
@@ -108,14 +153,16 @@ def pack(parts: TrainingParts, batch: MicroBatch, taps: list[Tensor]) -> tuple[P
     """The micro-batch as one row, its taps where the drafter wants them."""
     row, packed = pack_micro_batch(parts, batch, taps)
     device = parts.drafters[0].shared.lm_head.device
-    return row, tuple(tensor.to(device) for tensor in packed)
+    return row, tuple(parts.links.to(tensor, device) for tensor in packed)
 
 
 def train_step(loop: PlainLoop, step: int) -> dict[str, Any]:
     """Run optimizer step `step`, counted from 0, and return its row of metrics.jsonl.
 
+    A tap, loss or gradient that is not finite leaves the weights as they are, and the row names it.
+
     Raises:
-        NonFinite: a gradient or the loss is not finite; nothing was updated.
+        BadStepsInARow: it was one step too many of that kind.
     """
     parts, part, plan = loop.parts, loop.parts.drafters[0], loop.parts.plan
     part.begin_step()
@@ -131,8 +178,9 @@ def train_step(loop: PlainLoop, step: int) -> dict[str, Any]:
             forward_backward(parts, part, batch, row, packed)
     with loop.timed("optimizer", None, step):
         lr = step_learning_rate(parts, step)
-        norm = optimizer_step(part, step, lr=lr, clip=plan.schedule.train.clip)
-    return step_row(parts, step, norm, lr, part.counts)
+        norm, trouble = optimizer_step(parts, part, lr=lr)
+        loop.bad_steps.passed(step, trouble)
+    return step_row(parts, step, norm, lr, part.counts, trouble)
 
 
 def forward_backward(
@@ -142,6 +190,8 @@ def forward_backward(
     loss, anchors = training_loss(
         part.drafter, part.shared, packed, row, epoch=batch.epoch, recipe=parts.recipe
     )
+    taps = parts.recipe.features.tap_views(packed)
+    part.readings.append(take_reading(batch.index, batch.document_ids, taps, loss.loss_sum))
     loss.loss_sum.backward()
     part.masters.accumulate()
     part.counts.add(loss, anchors.used)
@@ -154,30 +204,40 @@ def step_learning_rate(parts: TrainingParts, step: int) -> float:
     return learning_rate(step, parts.plan.total_steps, lr=train.lr, min_lr=train.min_lr, warmup=train.warmup)
 
 
-def optimizer_step(part: DrafterPart, step: int, *, lr: float, clip: float) -> float:
-    """Update from the accumulated gradients; a step without a supervised slot passes unchanged."""
+def optimizer_step(parts: TrainingParts, part: DrafterPart, *, lr: float) -> tuple[float, str | None]:
+    """Update from the accumulated gradients; a step without a supervised slot passes unchanged.
+
+    Returns:
+        The gradient's norm before clipping, and what was not finite, in words, if anything was:
+        nothing is updated then.
+    """
     weight_sum = float(part.counts.weight_sum)
+    trouble = first_trouble(part.readings, parts.plan.drafter_config.target_layer_ids)
+    if trouble is not None:
+        part.masters.discard()
+        return math.nan, trouble.text
     if not weight_sum:
         part.masters.discard()
-        return 0.0
-    check_loss(float(part.counts.loss_sum), step)
+        return 0.0, None
     try:
-        return part.masters.step(weight_sum, lr=lr, clip=clip)
+        return part.masters.step(weight_sum, lr=lr, clip=parts.plan.schedule.train.clip), None
     except NonFinite as error:
-        raise NonFinite(f"step {step + 1}: {error}; nothing was updated") from error
+        documents = [number for reading in part.readings for number in reading.document_ids.tolist()]
+        return math.nan, f"{error}; the step's micro-batches were finite; {listed(documents)}"
 
 
-def check_loss(loss_sum: float, step: int) -> None:
-    """Raise NonFinite unless the loss of step `step`, counted from 0, is finite."""
-    if loss_sum != loss_sum or abs(loss_sum) == float("inf"):
-        raise NonFinite(f"step {step + 1}: the loss is {loss_sum}; nothing was updated")
+def evaluate_held_out(
+    parts: TrainingParts, batches: BatchPlan, further: Callable[[], None] = lambda: None
+) -> Evaluation:
+    """Held-out loss and accepted length, every answer position scored once.
 
-
-def evaluate_held_out(parts: TrainingParts, batches: BatchPlan) -> Evaluation:
-    """Held-out loss and accepted length, every answer position scored once."""
+    Args:
+        further: called at each micro-batch.
+    """
 
     def packed() -> Iterator[tuple[PackedRow, Packed]]:
         for index in range(batches.per_epoch):
+            further()
             batch = batches.micro_batch(index)
             yield pack(parts, batch, target_forward(parts, batch))
 

@@ -15,7 +15,7 @@ import attrs
 import pluggy
 
 from engine import hookspecs
-from engine.errors import EngineError, InputError, OutOfMemory, is_out_of_memory
+from engine.errors import EngineError, InputError, exit_code_of, words
 from engine.hookspecs import PROJECT
 from engine.plugin_loading import (
     LoadedPlugin,
@@ -49,14 +49,11 @@ ORIGINS: tuple[Origin, ...] = ("schedule", "installed", "default")
 class PluginError(EngineError):
     """An exception inside a hook; the exit code is that of its cause."""
 
-    def __init__(self, plugin: LoadedPlugin, hook: str, cause: Exception) -> None:
-        super().__init__(f"plugin {plugin.name}: {hook} failed: {type(cause).__name__}: {cause}")
+    def __init__(self, plugin: LoadedPlugin, hook: str, cause: BaseException) -> None:
+        super().__init__(f"plugin {plugin.name}: {hook} failed: {type(cause).__name__}: {words(cause)}")
         self.plugin = plugin.name
         self.hook = hook
-        if isinstance(cause, EngineError):
-            self.exit_code = cause.exit_code
-        elif is_out_of_memory(cause):
-            self.exit_code = OutOfMemory.exit_code
+        self.exit_code = exit_code_of(cause)
 
 
 @attrs.frozen(eq=False)
@@ -229,7 +226,7 @@ def _call(plugin: LoadedPlugin, implementation: pluggy.HookImpl, hook: str, give
         if plugin.origin == "default":
             raise  # what the user gave is wrong, and nobody's plugin is
         raise PluginError(plugin, hook, error) from error
-    except Exception as error:
+    except (Exception, SystemExit, GeneratorExit) as error:  # a plugin that leaves is a run that failed
         raise PluginError(plugin, hook, error) from error
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import attrs
 
-from engine.errors import InputError, ScheduleError
+from engine.errors import InputError, ScheduleError, words
 from engine.hookspecs import ENTRY_POINTS
 from engine.toml_tables import read_table
 
@@ -96,7 +96,7 @@ def load_plugin(use: str, options: Mapping[str, Any], origin: Origin) -> LoadedP
         instance = make(structured)
     except InputError as error:
         raise PluginRefused(f"plugin {use}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginRefused(f"plugin {use}: make(options) failed: {_where(error, module)}") from error
     if instance is None:
         raise PluginRefused(f"plugin {use}: make(options) returned None; return the plugin's object")
@@ -129,7 +129,7 @@ def find_module(use: str) -> ModuleType:
         if use not in installed and not use.endswith(".py") and f"{use}.".startswith(f"{missing}."):
             raise PluginRefused(_not_found(use, installed)) from None
         raise PluginRefused(f"plugin {use}: cannot be imported: {_where(error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginRefused(f"plugin {use}: cannot be imported: {_where(error)}") from error
 
 
@@ -170,7 +170,7 @@ def _not_found(use: str, installed: Mapping[str, EntryPoint]) -> str:
 
 def _where(error: BaseException, module: ModuleType | None = None) -> str:
     """What happened, with the last line of code outside this file and the import system."""
-    said = f"{type(error).__name__}: {error}"
+    said = f"{type(error).__name__}: {words(error)}"
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = [

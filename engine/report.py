@@ -1,6 +1,5 @@
 """What a run says: rows for its files, the panel and plugins, and tables for people."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +13,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from engine.dflash.decoding import Evaluation
+from engine.errors import DiskError, words
+from engine.heartbeat import Heartbeat
+from engine.live_status import ENDED, State
 from engine.panel import Panel
 from engine.planning import RunPlan
 from engine.plugin_host import PluginHost
@@ -34,6 +36,7 @@ class Reporter:
     panel: Panel
     host: PluginHost
     last: int
+    heartbeat: Heartbeat
     row: dict[str, Any] = attrs.field(factory=dict)
     speeds: list[float] = attrs.field(factory=list)
     spans: SpanLog = attrs.field(factory=SpanLog)
@@ -49,7 +52,7 @@ class Reporter:
         self.folder.append_metrics(row)
         self.panel.lanes(self.busy)
         self.panel.step(row)
-        self.status("running")
+        self.heartbeat.step(row)
         self.host.tell("step_finished", step=row["step"], row=row)
 
     def timings(self, rows: Rows) -> None:
@@ -81,6 +84,7 @@ class Reporter:
 
     def checkpoint(self, step: int, path: Path) -> None:
         """A whole checkpoint was written."""
+        self.heartbeat.checkpoint(step, path)
         self.folder.log(f"checkpoint {path.name}")
         self.host.tell("checkpoint_written", step=step, path=path)
 
@@ -91,18 +95,19 @@ class Reporter:
 
     def failed(self, error: BaseException, timings: Rows) -> None:
         """The run ends with an error; what is known so far is written down."""
-        self.timings(timings)
-        self.status("failed", error=f"{type(error).__name__}: {error}")
-        self.folder.log(f"failed: {type(error).__name__}: {error}")
+        self.heartbeat.end_with(error)
+        try:
+            self.timings(timings)
+            self.folder.log(f"failed: {type(error).__name__}: {words(error)}")
+        except DiskError as trouble:  # must not stand in for the error that ends the run
+            error.add_note(f"and its last rows and lines could not be written: {trouble}")
 
-    def status(self, state: str, **facts: Any) -> None:
-        """Replace status.json."""
-        figures = {key: self.row.get(key) for key in ("step", "loss", "tokens_per_s")}
-        self.folder.write_status(
-            {"state": state, "pid": os.getpid(), "time": time.time(), "last_step": self.last}
-            | figures
-            | facts
-        )
+    def status(self, state: State, *, exit_code: int = 0, error: str | None = None) -> None:
+        """What the run does from now on, or how it ended."""
+        if state in ENDED:
+            self.heartbeat.end(state, exit_code, error)
+        else:
+            self.heartbeat.state(state)
 
 
 @contextmanager

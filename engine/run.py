@@ -8,9 +8,11 @@ Training goes in stretches of steps on the lanes. Between two stretches all lane
 thread evaluates and saves; within one it writes the rows of finished steps.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,11 +22,18 @@ import torch
 import transformers
 from rich.console import Console
 
-from engine.checkpoint import load_checkpoint, save_checkpoint
+from engine.checkpoint_writer import CheckpointWriter, Written
 from engine.data.batches import BatchPlan
+from engine.device_trust import check_attention, check_kernels, probed_links
 from engine.dflash.decoding import Evaluation
+from engine.dflash.finite import BadStepsInARow
+from engine.disk_space import check_first_room
+from engine.drift import run_facts
 from engine.environment import environment
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, EngineError
+from engine.guard import Guard
+from engine.heartbeat import Heartbeat
+from engine.interrupts import Interrupted
 from engine.lanes import open_run_lanes
 from engine.memory_free import cap_gpu_memory, check_fits, free_memory
 from engine.memory_plan import GB
@@ -32,9 +41,12 @@ from engine.panel import make_panel
 from engine.plain import PlainTrainer, evaluate_held_out, target_forward
 from engine.planning import plan_run
 from engine.report import Reporter, loading_bar, print_plan, print_result, wide_console
+from engine.resume import Resume, find_resume, first_evaluation, first_row, restore_run
 from engine.run_folder import RunFolder, check_run_folder, create_run_folder
+from engine.run_lock import RunLock
 from engine.runtime.failure import Place, StageFailure
 from engine.runtime.tuning_cache import TuningCache, cache_folder, fingerprint
+from engine.runtime.watchdog import Watched
 from engine.schedule import Schedule
 from engine.target.taps import check_taps
 from engine.training_parts import TrainingParts, load_parts, peak_memory
@@ -49,6 +61,16 @@ class Trainer(Protocol):
 
     def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
         """Run steps [first, last), hand on each one's row; returns the step to go on with."""
+
+    def request_stop(self) -> None:
+        """End when the step under way is done; from any thread."""
+
+    @property
+    def watched(self) -> Watched:
+        """What tells how the lanes get on."""
+
+    def places(self) -> dict[str, Place]:
+        """What each lane is at, for any thread that asks."""
 
     def notices(self) -> list[str]:
         """Lines for the log that came up since the last call."""
@@ -81,9 +103,11 @@ def run(
     steps: int | None = None,
     output: Path | None = None,
     resume: bool = False,
+    allow_drift: bool = False,
     overwrite: bool = False,
     plain: bool = False,
     force: bool = False,
+    max_hours: float | None = None,
     console: Console | None = None,
 ) -> RunResult:
     """Train a drafter as a schedule says.
@@ -92,13 +116,58 @@ def run(
         steps: stop after this many steps; the learning rate still ends where the schedule says.
         output: the run's folder, instead of a new one in `run.output_dir`.
         resume: go on with the run in `output`. overwrite: remove it first.
+        allow_drift: resume although data, target or recipe are not those of that run.
         plain: train in one loop without lanes, on the first target's and the first drafter's device.
         force: go on although the memory plan says that it cannot fit.
+        max_hours: from now; then the step under way is finished and saved, and the run ends.
 
     Raises:
         EngineError: of the kind that fits; its exit code is the command's.
+        Interrupted: SIGINT or SIGTERM asked for the end; after a step, everything is saved.
     """
     console = console or wide_console()
+    with ExitStack() as held:
+        say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+        guard = held.enter_context(Guard(schedule.run.stall_seconds, max_hours, say))
+        lock = held.enter_context(RunLock(say))
+        if output is not None:
+            lock.take(output)
+        return _run(
+            schedule,
+            lock,
+            held,
+            guard,
+            console,
+            steps=steps,
+            output=output,
+            resume=resume,
+            allow_drift=allow_drift,
+            overwrite=overwrite,
+            plain=plain,
+            force=force,
+        )
+
+
+def _run(
+    schedule: Schedule,
+    lock: RunLock,
+    held: ExitStack,
+    guard: Guard,
+    console: Console,
+    *,
+    steps: int | None,
+    output: Path | None,
+    resume: bool,
+    allow_drift: bool,
+    overwrite: bool,
+    plain: bool,
+    force: bool,
+) -> RunResult:
+    """`run` with its folder locked, or locking the numbered one that it makes.
+
+    Args:
+        held: closes whatever is entered into it, before the lock.
+    """
     check_run_folder(output, resume=resume, overwrite=overwrite)
     torch.set_num_threads(schedule.run.cpu_threads)
     plan = plan_run(schedule, one_lane_each=plain)
@@ -106,68 +175,112 @@ def run(
     most = None if schedule.run.gpu_memory_gb is None else int(schedule.run.gpu_memory_gb * GB)
     check_fits(plan.memory, free_memory(plan.memory.devices, most), force)
     cap_gpu_memory(plan.memory.devices, most)
+    facts = run_facts(plan)
     folder = create_run_folder(
         schedule.run.output_dir, schedule.name, output, resume=resume, overwrite=overwrite
     )
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    tuned = TuningCache(fingerprint(), cache_folder(), say) if plan.on_gpus else None
+    lock.take(folder.path)
+    folder = attrs.evolve(folder, made=(*lock.made, *folder.made))
+    say = guard.say
+    resumed = find_resume(folder, plan, facts, allow_drift=allow_drift, say=say) if resume else Resume()
+    last = min(plan.total_steps, steps or plan.total_steps)
+    heartbeat = held.enter_context(Heartbeat(folder, say))
+    heartbeat.planned(resumed.step, last, resumed.checkpoint)
+    guard.keeps(folder, heartbeat)
+    tuned = held.enter_context(_tuning_results(say)) if plan.on_gpus else None
     try:
-        if tuned:
-            tuned.install()
+        check_first_room(plan, folder.path, say)
+        links = probed_links(plan.devices, say)
         # On a CPU it would say that packages are not installed, which they are; what runs is printed.
         transformers.logging.set_verbosity_error()
         with loading_bar(console) as progress:
             parts = load_parts(
-                plan, lambda line: console.print(line, markup=False, highlight=False), progress
+                plan, lambda line: console.print(line, markup=False, highlight=False), progress, links
             )
-        start = _restore(folder, parts) if resume else 0
+        if resume:
+            restore_run(resumed, folder, parts, say)
+        check_kernels(parts, say)
         _check_first_taps(parts)
         trainer = PlainTrainer(parts) if plain else open_run_lanes(parts)
+        heartbeat.state("warming-up")
         readied = trainer.warm_up(say)
         if readied:
             say(str(readied))
+        check_attention(parts, say)
         if tuned:
             tuned.save()
-    except BaseException:  # whatever it was: a run without a first step is no run
+    except BaseException as error:  # whatever it was: a run without a first step is no run
+        heartbeat.end_with(error)
         if not resume:
             folder.discard()
         raise
     folder.write_schedule(plan.schedule.to_toml())
-    folder.write_environment(environment() | {"kernels": parts.targets[0].kernels()})
-    last = min(plan.total_steps, steps or plan.total_steps)
+    folder.write_environment(
+        environment() | {"kernels": parts.targets[0].kernels(), "links": parts.links.facts()}
+    )
     panel = make_panel(last, console, log_every=schedule.run.log_every)
-    report = Reporter(folder, panel, plan.host, last)
+    report = Reporter(folder, panel, plan.host, last, heartbeat)
+    heartbeat.watch(list(map(str, plan.devices)), trainer.places, report.busy)
     try:
         plan.host.tell(
-            "run_started", schedule=plan.schedule, folder=folder.path, first_step=start, last_step=last
+            "run_started", schedule=plan.schedule, folder=folder.path, first_step=resumed.step, last_step=last
         )
-        result = _train(parts, trainer, folder, report, start, last)
-        plan.host.tell("run_finished", step=last, folder=folder.path)
+        told = partial(_tell_checkpoint, report)
+        with CheckpointWriter(
+            folder, parts, facts=facts, drift=resumed.drift, told=told, say=report.message
+        ) as writer:
+            result = _train(parts, trainer, report, writer, guard, resumed, last)
+        plan.host.tell("run_finished", step=result.steps, folder=folder.path)
+    except Interrupted as interrupted:  # no step was begun, or it would have been finished
+        report.status("stopped", exit_code=interrupted.exit_code, error=str(interrupted))
+        plan.host.tell_failure(interrupted)
+        if not resume:
+            folder.discard()
+        raise
     except BaseException as error:
         report.failed(error, trainer.drain())
         plan.host.tell_failure(error)
         raise
     finally:
         panel.close()
-        if tuned:
-            tuned.save()
-            tuned.uninstall()
-    report.status("done")
+    if result.steps == last:
+        report.status("done")
+    else:
+        _end_early(guard, report, result.steps, last)
     print_result(result.before, result.after, report, console)
     if result.tokens_per_s:
         memory = "".join(f", peak {gb:.1f} GB on {device}" for device, gb in result.peak_memory.items())
         console.print(f"{result.tokens_per_s:,.0f} tokens/s (median step){memory}", highlight=False)
     console.print(f"checkpoint: {result.checkpoint}", markup=False, highlight=False, soft_wrap=True)
+    if result.steps < last:
+        guard.interrupts.check()
     return result
 
 
-def _restore(folder: RunFolder, parts: TrainingParts) -> int:
-    checkpoint = folder.latest_checkpoint()
-    if checkpoint is None:
-        raise CheckpointError(f"{folder.path}: no checkpoint to resume from; start again with --overwrite")
-    step = load_checkpoint(checkpoint, parts)
-    folder.cut_metrics_after(step)
-    return step
+@contextmanager
+def _tuning_results(say: Callable[[str], None]) -> Iterator[TuningCache]:
+    """What earlier runs tuned, for this one; what it tunes is kept, however it ends."""
+    tuned = TuningCache(fingerprint(), cache_folder(), say)
+    tuned.install()
+    try:
+        yield tuned
+    finally:
+        tuned.save()
+        tuned.uninstall()
+
+
+def _end_early(guard: Guard, report: Reporter, step: int, last: int) -> None:
+    """Say why a run ends in good order before its last step."""
+    asked = guard.asked
+    why = asked.why if asked else "asked to end"
+    report.folder.log(f"{why}: step {step} of {last} is done and saved; go on with --resume")
+    guard.say(f"{why}: step {step} of {last} is done and saved; go on with --resume")
+    report.status("stopped", exit_code=asked.exit_code if asked else 0, error=why)
+
+
+def _tell_checkpoint(report: Reporter, written: Written) -> None:
+    report.folder.log(str(written))
+    report.checkpoint(written.step, written.path)
 
 
 def _check_first_taps(parts: TrainingParts) -> None:
@@ -177,38 +290,61 @@ def _check_first_taps(parts: TrainingParts) -> None:
 
 
 def _train(
-    parts: TrainingParts, trainer: Trainer, folder: RunFolder, report: Reporter, start: int, last: int
+    parts: TrainingParts,
+    trainer: Trainer,
+    report: Reporter,
+    writer: CheckpointWriter,
+    guard: Guard,
+    resumed: Resume,
+    last: int,
 ) -> RunResult:
-    plan, schedule = parts.plan, parts.plan.schedule
-    before = after = None
-    report.status("running")
+    plan, schedule, folder, start = parts.plan, parts.plan.schedule, report.folder, resumed.step
+    before = first_evaluation(folder) if start else None
+    after = None
     if plan.held_out and not start:
-        before = _evaluate(parts, plan.held_out, 0)
-        report.evaluated(0, before.row())
+        report.status("evaluating")
+        with guard.watchdog.over("evaluation") as further:
+            before = _evaluate(parts, plan.held_out, 0, further)
+        report.evaluated(0, first_row(before))
     checkpoint = None
-    step = start
+    step = saved = start
     while step < last:
         end = min(last, _next_stop(step, schedule.run.eval_every), _next_stop(step, schedule.run.save_every))
+        if guard.asked is not None:  # while things were set up; a run has a step at least
+            end = step + 1
         evaluates = plan.held_out is not None and (end == last or _due(end, schedule.run.eval_every))
-        stretch = _Stretch(report, trainer, end, evaluates)
-        step = trainer.train(step, end, stretch.finished)
+        stretch = _Stretch(report, trainer, writer, guard, end, evaluates)
+        report.status("running")
+        try:
+            with guard.stepping(trainer):
+                step = trainer.train(step, end, stretch.finished)
+        except EngineError as failure:
+            _save_last_good(failure, saved, writer, guard, report)
+            raise
         if stretch.held_back is not None and plan.held_out:
-            after = _evaluate(parts, plan.held_out, step)
+            report.status("evaluating")
+            with guard.watchdog.over("evaluation") as further:
+                after = _evaluate(parts, plan.held_out, step, further)
             report.step(stretch.held_back | after.row(), trainer.drain())
             report.evaluated(step, after.row())
-        report.timings(trainer.flush())
-        if step == last or _due(step, schedule.run.save_every):
-            checkpoint = save_checkpoint(folder, parts, step)
-            report.checkpoint(step, checkpoint)
+        with guard.watchdog.over("waiting for the devices"):
+            report.timings(trainer.flush())
+        ends = step == last or (guard.asked is not None and step > start)
+        if step > saved and (ends or _due(step, schedule.run.save_every)):
+            report.status("saving")
+            with guard.watchdog.over("saving a checkpoint"):
+                checkpoint, saved = writer.save(step, wait=ends), step
+        if ends:
+            break
     if checkpoint is None:
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = resumed.checkpoint
         if checkpoint is None:
             raise CheckpointError(f"{folder.path}: nothing to do: the run is at step {start} of {last}")
         report.message(f"nothing to do: step {start} of {last} is already done")
     return RunResult(
         folder=folder,
         checkpoint=checkpoint,
-        steps=last,
+        steps=step,
         before=before,
         after=after,
         tokens_per_s=statistics.median(report.speeds) if report.speeds else None,
@@ -216,10 +352,16 @@ def _train(
     )
 
 
-def _evaluate(parts: TrainingParts, held_out: BatchPlan, step: int) -> Evaluation:
-    """Evaluate after `step` steps; what fails says so. Lanes are idle."""
+def _evaluate(
+    parts: TrainingParts, held_out: BatchPlan, step: int, further: Callable[[], None]
+) -> Evaluation:
+    """Evaluate after `step` steps; what fails says so. Lanes are idle.
+
+    Args:
+        further: called at each micro-batch, so that the watchdog sees it go on.
+    """
     try:
-        return evaluate_held_out(parts, held_out)
+        return evaluate_held_out(parts, held_out, further)
     except Exception as error:
         place = Place(stage=f"evaluation of held-out documents after step {step}")
         raise StageFailure(place, "the main thread", error, {}) from error
@@ -231,6 +373,8 @@ class _Stretch:
 
     report: Reporter
     trainer: Trainer
+    writer: CheckpointWriter
+    guard: Guard
     end: int
     evaluates: bool
     held_back: dict[str, Any] | None = None
@@ -238,15 +382,37 @@ class _Stretch:
 
     def finished(self, row: dict[str, Any]) -> None:
         """Report a step; its speed is its tokens over the time since the one before."""
+        with self.guard.watchdog.over("reporting a step"):
+            self._report(row)
+
+    def _report(self, row: dict[str, Any]) -> None:
+        if "not_finite" in row:
+            self.report.message(f"step {row['step']} was skipped: {row['not_finite']}")
         for line in self.trainer.notices():
             self.report.message(f"step {row['step']}: {line}")
         now = time.perf_counter()
         row |= {"tokens_per_s": row["tokens"] / (now - self.clock)}
         self.clock = now
+        if 0 < row["grad_norm"] < math.inf:
+            self.writer.prepare()
         if self.evaluates and row["step"] == self.end:
             self.held_back = row
         else:
             self.report.step(row, self.trainer.drain())
+        self.writer.check()
+
+
+def _save_last_good(
+    failure: EngineError, saved: int, writer: CheckpointWriter, guard: Guard, report: Reporter
+) -> None:
+    """Where steps were skipped until there were too many, what was learnt before them is kept."""
+    cause = failure.__cause__
+    if not isinstance(cause, BadStepsInARow) or cause.last_good <= saved:
+        return
+    guard.watchdog.pardon()
+    report.status("saving")
+    with guard.watchdog.over("saving a checkpoint"):
+        writer.save(cause.last_good, wait=True)
 
 
 def _due(step: int, every: int) -> bool:

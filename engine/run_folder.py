@@ -21,9 +21,12 @@ import attrs
 import orjson
 
 from engine.errors import CheckpointError, DiskError, InputError, ScheduleError
-from engine.whole_files import disk_errors, partial_path, replace_file, replace_link
+from engine.run_lock import LOCK_FILE
+from engine.run_rows import cut_rows
+from engine.whole_files import disk_errors, flush, partial_path, replace_file, replace_link
 
 RUN_FILES = ("schedule.toml", "environment.json", "metrics.jsonl", "timings.jsonl", "status.json", "run.log")
+ROWS = ("metrics.jsonl", "timings.jsonl")
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 
@@ -66,9 +69,14 @@ class RunFolder:
         """Replace environment.json; see `engine.environment`."""
         replace_file(self.path / "environment.json", _json(facts, indent=True))
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of all checkpoints; it may not be there yet."""
+        return self.path / CHECKPOINTS
+
     def checkpoint_path(self, step: int) -> Path:
         """Where the checkpoint after `step` optimizer steps stands; write it with `write_whole`."""
-        return self.path / CHECKPOINTS / f"step_{step:06d}"
+        return self.checkpoints / f"step_{step:06d}"
 
     def mark_latest(self, step: int) -> None:
         """Point checkpoints/latest at a checkpoint that is whole.
@@ -87,7 +95,7 @@ class RunFolder:
         Raises:
             CheckpointError: `latest` is missing or names what is not there, but others are.
         """
-        folder = self.path / CHECKPOINTS
+        folder = self.checkpoints
         latest = folder / LATEST
         steps = sorted(path.name for path in folder.glob("step_*") if path.is_dir())
         if latest.is_symlink() and latest.is_dir():
@@ -109,18 +117,14 @@ class RunFolder:
         Raises:
             CheckpointError: another line is damaged; names file and line. Nothing is cut then.
         """
-        kept = {}
-        cut = 0
-        for name in ("metrics.jsonl", "timings.jsonl"):
+        return cut_rows([self.path / name for name in ROWS], step)
+
+    def flush_rows(self) -> None:
+        """Wait until the rows appended so far are on the disk, as a checkpoint after them will rely on."""
+        for name in ROWS:
             path = self.path / name
             if path.exists():
-                with disk_errors(path, "read"):
-                    lines = path.read_bytes().splitlines(keepends=True)
-                kept[path] = _rows_up_to(path, lines, step)
-                cut += len(lines) - len(kept[path])
-        for path, lines in kept.items():
-            replace_file(path, b"".join(lines))
-        return cut
+                flush(path)
 
     def discard(self) -> None:
         """Remove a run that failed before it began: its files, and every folder made for it.
@@ -130,6 +134,7 @@ class RunFolder:
         if not self.fresh:
             return
         _remove_run(self.path)
+        (self.path / LOCK_FILE).unlink(missing_ok=True)  # of this process, or it would not be here
         link = self.path.parent / LATEST
         if link.is_symlink() and os.readlink(link) == self.path.name:
             if self.latest_before is None:
@@ -279,7 +284,12 @@ def _foreign_files(path: Path) -> list[str]:
     """Names in a folder that no run wrote, those among its checkpoints included."""
     if not path.is_dir():
         return []
-    own = {*RUN_FILES, CHECKPOINTS, *(partial_path(path / name).name for name in (*RUN_FILES, "probe"))}
+    own = {
+        *RUN_FILES,
+        CHECKPOINTS,
+        LOCK_FILE,
+        *(partial_path(path / name).name for name in (*RUN_FILES, "probe")),
+    }
     foreign = [entry.name for entry in path.iterdir() if entry.name not in own]
     checkpoints = path / CHECKPOINTS
     if checkpoints.is_symlink():
@@ -302,24 +312,6 @@ def _remove_run(path: Path) -> None:
             partial_path(path / name).unlink(missing_ok=True)
         if (path / CHECKPOINTS).is_dir():
             shutil.rmtree(path / CHECKPOINTS)
-
-
-def _rows_up_to(path: Path, lines: list[bytes], step: int) -> list[bytes]:
-    kept = []
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith(b"\n"):
-            break
-        if not line.strip():
-            continue
-        try:
-            row_step = orjson.loads(line)["step"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise CheckpointError(
-                f"{path}: line {number} is no row with a step; mend or remove it before resuming"
-            ) from None
-        if row_step <= step:
-            kept.append(line)
-    return kept
 
 
 def _json(value: Mapping[str, Any], *, indent: bool = False) -> bytes:

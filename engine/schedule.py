@@ -57,12 +57,20 @@ class Run:
     """Steps between two printed lines where there is no terminal."""
     save_every: CountOrZero = 200
     """Steps between two checkpoints; 0: only at the end."""
+    keep_last: CountOrZero = 0
+    """Newest checkpoints that are kept; older ones are removed once a newer is whole; 0: all are kept."""
+    keep_every: CountOrZero = 0
+    """Checkpoints whose step is a multiple of this are kept besides; 0: none."""
     eval_every: CountOrZero = 0
     """Steps between two evaluations on held-out text; 0: never while training."""
     cpu_threads: Count = 1
     """Threads of one CPU operation. A matrix product's last bits may depend on it."""
     gpu_memory_gb: Positive | None = None
     """The most that this process takes of each GPU, 10^9 bytes; left out: all of it."""
+    stall_seconds: Positive = 600.0
+    """A lane that gets no further for so long, or 20 times what a stage usually takes, ends the run."""
+    check_every: CountOrZero = 50
+    """Steps between two comparisons of the drafters' weights, by checksum; 0: never."""
     nvtx: bool = False
     """Whether stages are NVTX ranges too, by stage and micro-batch, for traces of Nsight Systems."""
 
@@ -161,6 +169,8 @@ class Train:
     """Scale of the noise added to the context features; 0: none."""
     micro_batches: Count = 1
     """Micro-batches per optimizer step, over all drafters."""
+    max_bad_steps: Count = 3
+    """Steps in a row skipped for a tap, loss or gradient that is not finite; so many end the run."""
     zero_taps: bool = False
     """Train without context: the control that shows what the taps are worth."""
     loss_chunk: Count = 1024

@@ -16,11 +16,13 @@ from rich.progress import Progress
 from engine.data.batches import MicroBatch
 from engine.dflash.drafter import Drafter, build_drafter
 from engine.dflash.export import fill_drafter, read_drafter_config, read_drafter_weights
+from engine.dflash.finite import Reading
 from engine.dflash.masters import Masters, share_out
 from engine.dflash.objective import BlockCounts
 from engine.dflash.packing import PackedRow, pack_row
 from engine.dflash.training import Packed, Recipe, SharedWeights
 from engine.planning import RunPlan
+from engine.runtime.links import Links
 from engine.target.loading import Target, copy_target
 
 
@@ -36,6 +38,8 @@ class DrafterPart:
     padding: int = 0
     skipped: int = 0
     epoch: int = 0
+    readings: list[Reading] = attrs.field(factory=list)
+    """Of the step's micro-batches so far: whether their numbers are finite."""
 
     def count(self, batch: MicroBatch, used: int) -> None:
         """Take in a micro-batch of which `used` blocks held an anchor."""
@@ -49,6 +53,7 @@ class DrafterPart:
         size, device = self.drafter.config.block_size, self.counts.loss_sum.device
         self.counts = BlockCounts.zeros(size, device)
         self.tokens = self.padding = self.skipped = 0
+        self.readings.clear()
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -58,6 +63,8 @@ class TrainingParts:
     plan: RunPlan
     targets: list[Target]
     drafters: list[DrafterPart]
+    links: Links = attrs.field(factory=Links)
+    """How copies between devices travel."""
 
     @property
     def recipe(self) -> Recipe:
@@ -79,28 +86,34 @@ class TrainingParts:
             part.masters.load(state)
 
 
-def load_parts(plan: RunPlan, say: Callable[[str], None], progress: Progress | None = None) -> TrainingParts:
+def load_parts(
+    plan: RunPlan, say: Callable[[str], None], progress: Progress | None = None, links: Links | None = None
+) -> TrainingParts:
     """Load the target, copy it to where it is needed, and make the drafters; nothing is written.
 
     Args:
         say: takes lines about progress.
         progress: a display that shows a bar instead, while files are read.
+        links: how weights travel between devices, and all else later; directly by default.
     """
+    links = links or Links()
     target_devices = [torch.device(lane.device) for lane in plan.graph.target_lanes]
     by_device = {target_devices[0]: _load_target(plan, target_devices[0], say, progress)}
     for device in target_devices:
         if device not in by_device:
             say(f"target: {target_devices[0]} → {device}")
-            by_device[device] = copy_target(by_device[target_devices[0]], device)
+            by_device[device] = copy_target(by_device[target_devices[0]], device, links.copy)
     source = by_device[target_devices[0]]
     drafter_devices = [torch.device(lane.device) for lane in plan.graph.drafter_lanes]
     shared: dict[torch.device, SharedWeights] = {}
     for device in dict.fromkeys(drafter_devices):
-        shared[device] = shared_weights(by_device.get(device, source)).to(device, plan.compute_dtype)
+        given = shared_weights(by_device.get(device, source))
+        shared[device] = given.to(device, plan.compute_dtype, links.to)
     return TrainingParts(
         plan=plan,
         targets=[by_device[device] for device in target_devices],
-        drafters=make_drafters(plan, drafter_devices, shared),
+        drafters=make_drafters(plan, drafter_devices, shared, links),
+        links=links,
     )
 
 
@@ -112,7 +125,10 @@ def shared_weights(target: Target) -> SharedWeights:
 
 
 def make_drafters(
-    plan: RunPlan, devices: Sequence[torch.device], shared: Mapping[torch.device, SharedWeights]
+    plan: RunPlan,
+    devices: Sequence[torch.device],
+    shared: Mapping[torch.device, SharedWeights],
+    links: Links,
 ) -> list[DrafterPart]:
     """A drafter per device named, all with the same weights, the masters shared out over them."""
     train, config = plan.schedule.train, plan.drafter_config
@@ -120,7 +136,7 @@ def make_drafters(
     for rank, device in enumerate(devices):
         drafter = build_drafter(config, device, plan.compute_dtype)
         drafter.requires_grad_(True)
-        _fill(drafter, plan, parts[0].drafter if parts else None)
+        _fill(drafter, plan, parts[0].drafter if parts else None, links)
         sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
 
         def make_optimizer(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -136,11 +152,11 @@ def make_drafters(
 
 
 @torch.no_grad()
-def _fill(drafter: Drafter, plan: RunPlan, first: Drafter | None) -> None:
+def _fill(drafter: Drafter, plan: RunPlan, first: Drafter | None, links: Links) -> None:
     init = plan.schedule.drafter.init
     if first is not None:  # a copy is quicker than drawing or reading the same numbers again
         for parameter, original in zip(drafter.parameters(), first.parameters(), strict=True):
-            parameter.copy_(original)
+            links.copy(parameter, original)
     elif init == "fresh":
         drafter.initialise(plan.schedule.run.seed)
     else:
@@ -178,10 +194,16 @@ def pack_micro_batch(
     return row, packed
 
 
-def step_row(parts: TrainingParts, step: int, norm: float, lr: float, counts: BlockCounts) -> dict[str, Any]:
-    """A step's row of metrics.jsonl, from the figures that its drafters gathered; speed is the caller's."""
+def step_row(
+    parts: TrainingParts, step: int, norm: float, lr: float, counts: BlockCounts, trouble: str | None = None
+) -> dict[str, Any]:
+    """A step's row of metrics.jsonl, from the figures that its drafters gathered; speed is the caller's.
+
+    Args:
+        trouble: what was not finite, where the step was skipped for it.
+    """
     drafters = parts.drafters
-    return {
+    row = {
         "step": step + 1,
         "epoch": max(part.epoch for part in drafters),
         "loss": counts.loss,
@@ -194,8 +216,10 @@ def step_row(parts: TrainingParts, step: int, norm: float, lr: float, counts: Bl
         "padding": sum(part.padding for part in drafters),
         "anchors": counts.anchors,
         "skipped": sum(part.skipped for part in drafters),
+        "bad_steps": int(trouble is not None),
         "peak_memory": peak_memory(parts.plan.devices),
     }
+    return row if trouble is None else row | {"not_finite": trouble}
 
 
 def peak_memory(devices: Sequence[torch.device]) -> dict[str, float]:

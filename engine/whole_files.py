@@ -94,7 +94,7 @@ def write_whole(path: Path, writer: Callable[[Path], None]) -> None:
         if path.exists():
             path.rename(replaced)
         partial.rename(path)
-        _flush(path.parent)
+        flush(path.parent)
         if replaced.exists():
             shutil.rmtree(replaced)
 
@@ -108,16 +108,22 @@ def replace_link(path: Path, target: str) -> None:
         partial.replace(path)
 
 
+def flush(path: Path) -> None:
+    """Wait until a file, or a folder's entries, are on the disk.
+
+    Raises:
+        DiskError: the disk reports that they are not.
+    """
+    with disk_errors(path, "flush"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def _flush_tree(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in names:
-            _flush(Path(parent) / name)
-        _flush(Path(parent))
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            flush(Path(parent) / name)
+        flush(Path(parent))

@@ -1,7 +1,7 @@
 """Transfer on copy streams: the next micro-batch travels while the drafter computes on this one.
 
-GPUs that can reach each other copy directly. Where they can't, or where `through = "host"` asks for it
-(peer copies between some PCIe cards have corrupted data in silence), a copy goes through a ring of
+GPUs that can reach each other copy directly. Where they can't, where the probe at the run's start saw
+peer copies arrive corrupted, or where `through = "host"` asks for it, a copy goes through a ring of
 pinned host memory, one per target lane: with a ring shared between targets, one target's later
 micro-batches could hold the slots that another's earlier one waits for. Rings are allocated once, when
 the run is set up, with slots as large as the largest parcel, rounded up to a power of two.
@@ -16,6 +16,7 @@ import torch
 from engine.errors import InputError
 from engine.hookspecs import hookimpl
 from engine.runtime.lane import Lane
+from engine.runtime.links import peer_access
 from engine.runtime.parcel import Parcel
 from engine.runtime.pinned_ring import PinnedRing
 from engine.toml_tables import Bounds
@@ -43,11 +44,6 @@ class CopyOnCopyStreams:
         return lane.copy_in(parcel, ring=self.rings.get(parcel.lane.name))
 
 
-def peer_access(source: torch.device, destination: torch.device) -> bool:
-    """Whether one GPU can read another's memory directly."""
-    return torch.cuda.can_device_access_peer(destination, source)
-
-
 def lanes_through_host(
     through: Literal["auto", "peer", "host"],
     target_lanes: Sequence[Lane],
@@ -55,6 +51,9 @@ def lanes_through_host(
     can_peer: PeerAccess = peer_access,
 ) -> list[Lane]:
     """The target lanes that need a pinned ring: those with a drafter on another GPU, as `through` says.
+
+    Args:
+        can_peer: whether the second GPU reads the first one's memory directly, and rightly.
 
     Raises:
         InputError: `peer` was asked for, and some of the GPUs can't reach each other.
@@ -86,7 +85,12 @@ class AsyncCopy:
     def make_transfer(
         self, target_lanes: Sequence[Lane], drafter_lanes: Sequence[Lane], parcel_bytes: int
     ) -> CopyOnCopyStreams:
-        through_host = lanes_through_host(self.options.through, target_lanes, drafter_lanes)
+        links = drafter_lanes[0].links
+
+        def can_peer(source: torch.device, destination: torch.device) -> bool:
+            return peer_access(source, destination) and not links.staged(source, destination)
+
+        through_host = lanes_through_host(self.options.through, target_lanes, drafter_lanes, can_peer)
         return CopyOnCopyStreams(
             {lane.name: PinnedRing(self.options.slots, parcel_bytes) for lane in through_host}
         )

@@ -1,4 +1,4 @@
-"""The default transfer: `.to(device)` on the drafter's own stream.
+"""The default transfer: a copy on the drafter's own stream.
 
 The drafter waits for its copy and nothing overlaps, but there is nothing to tune and no memory beside
 the copy itself. Where target and drafter share a device, the parcel is handed over as it is.
@@ -22,10 +22,10 @@ class CopyOnComputeStream:
     def receive(self, lane: Lane, parcel: Parcel[Any]) -> Parcel[Any]:
         if parcel.device == lane.device:
             return parcel
-        # Between GPUs torch copies on the source's stream and makes this lane's stream wait on both
+        # Between GPUs a copy runs on the source's stream, with this lane's stream waiting on both
         # sides; so reading on this lane's stream keeps the source alive until the copy is over.
         tensors = parcel.read(lane, lane.stream)
-        copies = [tensor.to(lane.device) for tensor in listed(tensors)]
+        copies = [lane.links.to(tensor, lane.device) for tensor in listed(tensors)]
         return Parcel.made(lane, like(tensors, copies), parcel.note)
 
 

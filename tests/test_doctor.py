@@ -16,7 +16,9 @@ from small_runs import small_project
 
 import engine.doctor
 import engine.memory_free
-from engine.doctor import checkpoints, doctor, to_json
+from engine.copy_probe import copy_differences, patterns
+from engine.disk_space import checkpoints
+from engine.doctor import doctor, to_json
 from engine.doctor_devices import (
     Gpu,
     architecture_findings,
@@ -34,7 +36,7 @@ from engine.doctor_kernels import (
     judge_race,
     kernel_findings,
 )
-from engine.doctor_links import copy_differences, link_findings, patterns, peer_finding, read_links
+from engine.doctor_links import link_findings, peer_finding, read_links
 from engine.doctor_machine import (
     available_memory,
     cache_findings,

@@ -1,6 +1,7 @@
 """Lanes compute what the plain loop computes: the exactness table on the CPU, and how runs fail."""
 
 import io
+import math
 import random
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from small_runs import assembled, plain_loop, small_project
+from small_runs import ONE_LANE_EACH, assembled, plain_loop, small_project
 
 from engine.errors import NonFinite
 from engine.lanes import open_run_lanes
@@ -166,13 +167,79 @@ def test_a_failing_stage_ends_the_run_within_five_seconds_and_is_named(project: 
     assert stage == "optimizer" or found.value.micro_batch == 4
 
 
-def test_a_bad_gradient_is_named_whichever_drafter_keeps_it(project: Path) -> None:
-    parts = assembled(project, *lanes_of(1, 2, 1))
+@pytest.mark.parametrize("drafters", [1, 2])
+@pytest.mark.parametrize("fault", ["tap", "loss", "gradient"])
+def test_what_is_not_finite_is_named_and_skips_the_step_on_all_drafters_as_in_the_plain_loop(
+    project: Path, monkeypatch: pytest.MonkeyPatch, fault: str, drafters: int
+) -> None:
+    bad = 4  # of micro-batches 3, 4 and 5 in step 2; with two drafters the second one's
+    import engine.plain as plain
+
+    original = plain.training_loss
+
+    def spoilt(drafter, shared, packed, row, *, epoch, recipe):
+        first = int(row.document_ids[0])
+        if first != ids[0]:
+            return original(drafter, shared, packed, row, epoch=epoch, recipe=recipe)
+        if fault == "tap":
+            packed[0][3, 40] = float("nan")  # of the second tap, whose channels are 32 to 63
+        loss, anchors = original(drafter, shared, packed, row, epoch=epoch, recipe=recipe)
+        if fault == "loss":
+            loss = attrs.evolve(loss, loss_sum=loss.loss_sum * float("inf"))
+        if fault == "gradient":
+            weight = drafter.layers[1].mlp.up_proj.weight
+            zero = (weight * 0).sum()
+            zero.register_hook(lambda gradient: gradient * float("nan"))
+            loss = attrs.evolve(loss, loss_sum=loss.loss_sum + zero)
+        return loss, anchors
+
+    ids: list[int] = assembled(project, ONE_LANE_EACH, "train.micro_batches=3").plan.train.document_ids(bad)
+    monkeypatch.setattr(plain, "training_loss", spoilt)
+    reference = plainly(project, "train.micro_batches=3")
+    result = on_lanes(project, *lanes_of(2, drafters, 2), seed=drafters)
+    said = {
+        "tap": f"tap 1 (target layer 1) of micro-batch {bad} is not finite (nan)",
+        "loss": f"the loss of micro-batch {bad} is not finite (inf)",
+        "gradient": "gradient of layers.1.mlp.up_proj.weight is not finite (1,536 of 1,536 numbers)",
+    }[fault]
+    for rows, _ in (reference, result):
+        assert [row["bad_steps"] for row in rows] == [0, 1, 0]
+        assert rows[1]["not_finite"].startswith(said) and str(ids[0]) in rows[1]["not_finite"]
+        assert rows[1]["lr"] > 0 and math.isnan(rows[1]["grad_norm"])
+    if drafters == 1:
+        exactly(result, reference)
+    else:
+        for name, weight in result[1].items():
+            torch.testing.assert_close(weight, reference[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_that_is_skipped_changes_no_weight_and_no_moment(project: Path) -> None:
+    parts = assembled(project, *lanes_of(1, 2, 1), "train.max_bad_steps=9")
     lanes = open_run_lanes(parts)
-    with torch.no_grad():
-        parts.drafters[1].drafter.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * float("nan"))
-    with pytest.raises(StageFailure, match=r"layers\.1\.mlp\.up_proj\.weight is not finite"):
-        lanes.scheduler.run(0, 2, None)
+    lanes.scheduler.run(0, 1, None)
+    before = {name: value.clone() for name, value in parts.state().items()}
+    handle = parts.drafters[1].drafter.layers[1].mlp.up_proj.weight.register_hook(lambda g: g * float("nan"))
+    lanes.scheduler.run(1, 3, None)
+    assert all(torch.equal(value, before[name]) for name, value in parts.state().items())
+    handle.remove()
+    lanes.scheduler.run(3, 4, None)
+    assert not any(torch.equal(value, before[name]) for name, value in parts.state().items() if "avg" in name)
+    replicas = [part.masters.parameters for part in parts.drafters]
+    assert all(torch.equal(value, replicas[1][name]) for name, value in replicas[0].items())
+
+
+def test_a_failed_stage_names_its_documents(project: Path) -> None:
+    parts = assembled(project, *lanes_of(1, 1, 1))
+    lanes = open_run_lanes(parts)
+
+    def failing(lane: object, number: int, cargo: object) -> object:
+        raise KeyError("planted")
+
+    lanes.scheduler._works = {**lanes.scheduler._works, "drafter-fwd-bwd": failing}
+    with pytest.raises(StageFailure, match="micro-batch 0") as found:
+        lanes.train(0, 2, lambda row: None)
+    ids = parts.plan.train.micro_batch(0).document_ids.tolist()
+    assert f"its documents: {', '.join(map(str, ids))}" in str(found.value)
 
 
 def test_a_run_on_lanes_writes_the_losses_of_the_plain_loop(project: Path, tmp_path: Path) -> None:

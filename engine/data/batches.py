@@ -153,16 +153,17 @@ class BatchPlan:
         """Micro-batches per epoch, the same for every epoch."""
         return len(self._batch_rows)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the documents and their order, whatever the batches."""
+        return self._documents.fingerprint
+
     def micro_batch(self, index: int) -> MicroBatch:
         """Read micro-batch `index` (≥ 0, over epochs); DataError when a document of it is damaged."""
         if index < 0:
             raise IndexError(f"micro-batch {index}: they count from 0")
-        epoch, place = divmod(index, self.per_epoch)
-        order, batch_order = self._epoch_order(epoch)
-        number = int(batch_order[place])
-        start, rows = int(self._batch_starts[number]), int(self._batch_rows[number])
-        members = order[start : start + rows]
-        length = int(self._batch_lengths[number])
+        epoch, number, members = self._placed(index)
+        rows, length = len(members), int(self._batch_lengths[number])
         input_ids = torch.full((rows, length), PAD_ID, dtype=torch.int64)
         loss_mask = torch.zeros((rows, length), dtype=torch.bool)
         for row, member in enumerate(members.tolist()):
@@ -178,6 +179,20 @@ class BatchPlan:
             input_ids=input_ids,
             loss_mask=loss_mask,
         )
+
+    def document_ids(self, index: int) -> list[int]:
+        """Content ids of the documents of micro-batch `index`; nothing is read."""
+        _, _, members = self._placed(index)
+        ids: list[int] = self._documents.content_ids[members].tolist()
+        return ids
+
+    def _placed(self, index: int) -> tuple[int, int, np.ndarray]:
+        """A micro-batch's epoch, its number among the batches by length, its documents' indexes [rows]."""
+        epoch, place = divmod(index, self.per_epoch)
+        order, batch_order = self._epoch_order(epoch)
+        number = int(batch_order[place])
+        start, rows = int(self._batch_starts[number]), int(self._batch_rows[number])
+        return epoch, number, order[start : start + rows]
 
     def statistics(self) -> BatchStatistics:
         """Number and sizes of the micro-batches, from lengths alone: nothing is read."""

@@ -4,18 +4,19 @@ Servers skip tensor names they do not know, in silence, so the set of names is a
 the way out and on the way in: nothing missing, nothing left over.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import orjson
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.dflash.configuration import DrafterConfig
 from engine.dflash.drafter import Drafter
 from engine.errors import CheckpointError
+from engine.tensor_file import write_tensors
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -41,11 +42,17 @@ def check_names(names: set[str], layers: int, source: str) -> None:
         )
 
 
-def write_drafter(folder: Path, config: DrafterConfig, weights: Mapping[str, Tensor]) -> None:
+def write_drafter(
+    folder: Path,
+    config: DrafterConfig,
+    weights: Mapping[str, Tensor],
+    between: Callable[[], None] = lambda: None,
+) -> None:
     """Write a servable drafter into an existing folder.
 
     Args:
         weights: by parameter name; stored in `config.dtype`.
+        between: called between pieces of the file, see `engine.tensor_file`.
 
     Raises:
         CheckpointError: the names are not the layout's, or the layout cannot be served.
@@ -54,7 +61,7 @@ def write_drafter(folder: Path, config: DrafterConfig, weights: Mapping[str, Ten
     dtype = getattr(torch, config.dtype)
     stored = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in weights.items()}
     server = config.to_server_json()
-    save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+    write_tensors(folder / WEIGHTS, stored, metadata={"format": "pt"}, between=between)
     (folder / CONFIG).write_bytes(orjson.dumps(server, option=orjson.OPT_INDENT_2) + b"\n")
 
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from engine.dflash.drafter import Drafter
 from engine.errors import CheckpointError, NonFinite
 
+NORM_OVERFLOWS = "the norm of the whole gradient is not finite, while each parameter's is"
+
 MakeOptimizer = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of some master weights, by parameter name."""
 
@@ -144,19 +146,23 @@ class Masters:
         """The whole update where one drafter keeps everything; returns the norm before clipping.
 
         Raises:
-            NonFinite: names the first parameter whose gradient is not finite. Nothing is updated.
+            NonFinite: names the first parameter whose gradient is not finite. Nothing is updated, and
+                the next step begins anew.
         """
         norms = self.receive([self.sums()], weight_sum)
         norm = total_norm(norms, [name for name in self.parameters if name in norms])
         if not torch.isfinite(norm):
             bad = self.first_bad({name: float(one) for name, one in norms.items()})
-            raise NonFinite(bad or "the gradient's norm overflows")
+            self.discard()
+            raise NonFinite(bad or NORM_OVERFLOWS)
         self.update(norm, lr=lr, clip=clip)
         return float(norm)
 
     def discard(self) -> None:
-        """Drop the sums of a step in which nothing was supervised."""
+        """Drop the gradients of a step that updates nothing."""
         self._sums = {}
+        for weight in self.weights.values():
+            weight.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Kept masters and their optimizer state as flat tensors `<key>.<parameter>`, for a checkpoint."""

@@ -6,6 +6,7 @@ What may be exchanged (how taps become context, who builds the masks, what a slo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
@@ -35,11 +36,20 @@ class SharedWeights:
     lm_head: Tensor
     """[V, H]; may be the same tensor"""
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> SharedWeights:
-        """Copies where something has to change; tied weights stay one tensor."""
-        embed_tokens = self.embed_tokens.to(device, dtype)
+    def to(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        move: Callable[[Tensor, torch.device], Tensor] = Tensor.to,
+    ) -> SharedWeights:
+        """Copies where something has to change; tied weights stay one tensor.
+
+        Args:
+            move: brings a tensor to a device.
+        """
+        embed_tokens = move(self.embed_tokens, device).to(dtype)
         tied = self.lm_head is self.embed_tokens
-        return SharedWeights(embed_tokens, embed_tokens if tied else self.lm_head.to(device, dtype))
+        return SharedWeights(embed_tokens, embed_tokens if tied else move(self.lm_head, device).to(dtype))
 
 
 @attrs.frozen(kw_only=True)

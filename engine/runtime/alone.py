@@ -8,10 +8,9 @@ import contextvars
 import threading
 from collections.abc import Callable, Sequence
 
-from engine.errors import EngineError, is_out_of_memory
-from engine.runtime.failure import Place, StageFailure
+from engine.errors import EngineError
+from engine.runtime.failure import Place, StageFailure, held_at
 from engine.runtime.lane import Lane
-from engine.runtime.memory_held import held_memory
 
 
 def run_alone(lane: Lane, stage: str, work: Callable[[], None], lanes: Sequence[Lane]) -> None:
@@ -37,7 +36,7 @@ def run_alone(lane: Lane, stage: str, work: Callable[[], None], lanes: Sequence[
             finished.set()
         except BaseException as error:  # whatever it was, it belongs to the caller
             failures.append(error)
-            held.extend(_held(error, lanes))
+            held.extend(held_at(error, lanes))
         finally:
             lane.abandon_spans()
 
@@ -51,11 +50,3 @@ def run_alone(lane: Lane, stage: str, work: Callable[[], None], lanes: Sequence[
         raise StageFailure(Place(stage=stage), lane.name, failures[0], {}, held) from failures[0]
     if not finished.is_set():
         raise EngineError(f"{stage} on {lane.name}: its thread ended before the work was done")
-
-
-def _held(error: BaseException, lanes: Sequence[Lane]) -> Sequence[str]:
-    """Who holds memory where it ran out; a reading that fails says so and hides nothing of `error`."""
-    try:
-        return held_memory(lanes) if is_out_of_memory(error) else ()
-    except Exception as other:
-        return [f"not known, for reading it failed: {type(other).__name__}: {other}"]

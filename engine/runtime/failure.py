@@ -4,13 +4,21 @@ A failure carries what is needed at night: stage, lane, micro-batch and step, th
 lanes that no stop reached, and, where memory ran out, who held it.
 """
 
+import errno
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
-from engine.errors import EngineError, OutOfMemory, is_out_of_memory
+from engine.errors import EngineError, exit_code_of, is_out_of_memory, words
+from engine.runtime.memory_held import held_memory
 
-GRACE_S = 4.0  # what lanes get to stop in after a failure; the run must end within 5 s of it
+GRACE_S = 3.0  # what lanes get to stop in after a failure; the run must end within 5 s of it
+
+# What a disk, a quota or a file system says, whoever was writing or reading.
+DISK_ERRORS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV}
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -43,7 +51,7 @@ class StageFailure(EngineError):
             stuck: lanes that did not stop in time, and what they are at.
             held: lines about who held memory, where it ran out.
         """
-        message = f"{place} on {lane}: {type(error).__name__}: {error}"
+        message = f"{place} on {lane}: {type(error).__name__}: {words(error)}"
         if held:
             message += "\nwho held memory then:" + "".join(f"\n  {line}" for line in held)
         if stuck:
@@ -57,10 +65,7 @@ class StageFailure(EngineError):
         """Counted from 1, as in metrics.jsonl."""
         self.stuck = tuple(stuck)
         """Names of lanes whose threads did not end."""
-        if isinstance(error, EngineError):
-            self.exit_code = error.exit_code
-        elif is_out_of_memory(error):
-            self.exit_code = OutOfMemory.exit_code
+        self.exit_code = exit_code_of(error)
 
     def advise(self, lines: Sequence[str]) -> None:
         """Append what would help to the message."""
@@ -77,3 +82,14 @@ class Failure:
     error: BaseException
     held: Sequence[str] = ()
     """Who held memory when it ran out."""
+
+
+def held_at(error: BaseException, lanes: Sequence[Any]) -> Sequence[str]:
+    """Who holds memory where `error` says that it ran out; a reading that fails hides nothing of it.
+
+    Call it where `error` is caught: it holds the frames of the failed call, and they their tensors.
+    """
+    try:
+        return held_memory(lanes) if is_out_of_memory(error) else ()
+    except Exception as other:
+        return [f"not known, for reading it failed: {type(other).__name__}: {words(other)}"]

@@ -2,8 +2,8 @@
 
 A stage reads as straight PyTorch because its lane has made the right device and stream current.
 Whatever crosses streams goes through the lane's primitives: `record` and `wait`, `copy_in` and
-`copy_out` on copy streams of their own, and a ring of pinned memory where GPUs cannot or should not
-copy directly. CPU lanes have no streams; everything else is the same, so that what is tested on a
+`copy_out` on copy streams of their own, by way of pinned host memory where the run's links say so or a
+strategy asks for it. CPU lanes have no streams; everything else is the same, so that what is tested on a
 CPU is the code that runs on GPUs.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.errors import EngineError
 from engine.runtime.graph import LaneSpec
 from engine.runtime.inbox import Stop
+from engine.runtime.links import Links
 from engine.runtime.parcel import Parcel, Tensors, like, listed
 from engine.runtime.pinned_ring import PinnedRing
 from engine.runtime.timing import Span, Timings, Wait, timing_event
@@ -41,6 +42,8 @@ class Lane:
         self.traced = False
         """Whether each span is an NVTX range too, for Nsight Systems."""
         self.stop = Stop()
+        self.links = Links()
+        """How copies between this lane's device and others travel; a run sets its own."""
         self.stream: torch.cuda.Stream | None = None
         """Where stages compute."""
         self.copy_in_stream: torch.cuda.Stream | None = None
@@ -117,7 +120,7 @@ class Lane:
         """Bring a parcel to this lane's device without making any thread or compute stream wait.
 
         Args:
-            ring: go through pinned host memory instead of directly from GPU to GPU.
+            ring: go through this pinned host memory, whatever the links say.
 
         Returns:
             A parcel of copies for one reader, with the same note; the same parcel where it lies on
@@ -133,8 +136,10 @@ class Lane:
         # both sides of it: so both are made current, the destination last, for its device.
         with torch.cuda.stream(leaving), torch.cuda.stream(self.copy_in_stream):
             copies = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device).copy_(
-                    tensor, non_blocking=True
+                self.links.copy(
+                    torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device),
+                    tensor,
+                    non_blocking=True,
                 )
                 for tensor in listed(tensors)
             ]

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 
-from engine.errors import is_out_of_memory
-from engine.runtime.failure import GRACE_S, Failure, Place, StageFailure
+from engine.runtime.failure import GRACE_S, Failure, Place, StageFailure, held_at
 from engine.runtime.graph import Graph, GraphError, StageSpec
 from engine.runtime.inbox import Inbox, Stop, Stopped
 from engine.runtime.lane import Lane, open_lanes
-from engine.runtime.memory_held import held_memory
 from engine.runtime.parcel import Meeting
+from engine.runtime.progress import ENDED, Activity, Progress
 from engine.runtime.serializer import Serializer
 from engine.runtime.timing import Span, Timings
 
@@ -112,11 +111,45 @@ class Scheduler:
         self._delay = delay
         self._run: _Run | None = None
         self._asked_to_end_after: int | None = None
-        self._places: dict[str, Place] = {}
+        self._progress = Progress()
+        self._failed: tuple[Failure, float] | None = None
 
     def places(self) -> dict[str, Place]:
         """What each lane of the current run is at."""
-        return dict(self._places)
+        return self._progress.places()
+
+    def activities(self) -> dict[str, Activity]:
+        """What each lane is at, since when; empty while no run is going on."""
+        return {} if self._run is None else self._progress.activities()
+
+    def slowest_s(self) -> float:
+        """What the slowest stage, or wait for one, usually takes."""
+        return self._progress.slowest_s()
+
+    def holds_others_up(self) -> bool:
+        """Whether a lane compiles or tunes, which others may be waiting for."""
+        return self.serializer.holds_others_up()
+
+    def failed(self) -> tuple[Failure, float] | None:
+        """The first failure of the current run, from the moment it happens, and when (`time.monotonic`)."""
+        return self._failed
+
+    def fail(self, lane: str, place: Place, error: BaseException) -> bool:
+        """End the current run with a failure that no lane noticed; from any thread.
+
+        Returns:
+            Whether there is a run to end.
+        """
+        run = self._run
+        if run is None:
+            return False
+        self._end(run, Failure(lane, place, error))
+        return True
+
+    def _end(self, run: _Run, failure: Failure) -> None:
+        self._failed = self._failed or (failure, time.monotonic())
+        run.news.put(failure)
+        run.stop.set()
 
     def request_stop(self, after_step: int = -1) -> None:
         """End the run, or the next one if none is running, when a step is done; a signal handler may call it.
@@ -148,7 +181,8 @@ class Scheduler:
                 stop are in `stuck`, and the scheduler is of no further use.
         """
         run = self._run = _Run(self.graph, first_step, last_step)
-        self._places.clear()
+        self._progress.clear()
+        self._failed = None
         if self._asked_to_end_after is not None:
             run.end_after(self._asked_to_end_after)
         for lane in self.lanes.values():
@@ -171,6 +205,8 @@ class Scheduler:
                 for thread in threads.values():
                     thread.start()
                 failure = self._follow(run, on_step)
+                if failure is not None:
+                    self._failed = self._failed or (failure, time.monotonic())
             finally:
                 run.stop.set()
                 stuck = _join(threads)
@@ -178,7 +214,7 @@ class Scheduler:
                 for lane in self.lanes.values():
                     lane.stop = run.stop if lane.name in stuck else Stop()  # idle lanes may evaluate
         if failure is not None:
-            at = {name: self._places.get(name, Place(stage="start")) for name in stuck}
+            at = {name: self._progress.place(name) for name in stuck}
             raise StageFailure(
                 failure.place, failure.lane, failure.error, at, failure.held
             ) from failure.error
@@ -205,8 +241,8 @@ class Scheduler:
                 try:
                     if on_step is not None:
                         on_step(step, [by_lane[name] for name in drafters])
-                except Exception as error:
-                    return Failure("main thread", Place(stage="on_step", step=step + 1), error)
+                except (Exception, SystemExit) as error:  # whoever leaves in here leaves a run that failed
+                    return Failure("main thread", Place(stage="reporting", step=step + 1), error)
         return None
 
     def _worker(self, run: _Run, lane: Lane) -> None:
@@ -214,16 +250,12 @@ class Scheduler:
         try:
             with lane.active():
                 program(run, lane)
-                self._places[lane.name] = Place(stage="end of the run")
+                self._progress.enter(lane.name, Place(stage=ENDED))
                 lane.synchronize()
-        except Stopped:
-            pass
         except BaseException as error:  # whatever it was, the run must end and say so
-            # Read while the failed call's tensors are alive: `error` holds their frames.
-            held = held_memory(list(self.lanes.values())) if is_out_of_memory(error) else ()
-            place = self._places.get(lane.name, Place(stage="start"))
-            run.news.put(Failure(lane.name, place, error, held))
-            run.stop.set()
+            if not (isinstance(error, Stopped) and run.stop.is_set()):
+                held = held_at(error, list(self.lanes.values()))
+                self._end(run, Failure(lane.name, self._progress.place(lane.name), error, held))
         finally:
             lane.abandon_spans()
         run.news.put((lane.name, None, None))
@@ -251,7 +283,7 @@ class Scheduler:
         while run.begin(step):
             for _ in graph.micro_batches_of(lane.spec, step, step + 1):
                 first = graph.drafter_stages[0]
-                self._places[lane.name] = Place(stage=f"waiting for {first.name}", step=step + 1)
+                self._progress.enter(lane.name, Place(stage=f"waiting for {first.name}", step=step + 1))
                 with lane.waiting() as wait:
                     micro_batch, cargo, wait.seconds = run.inboxes[lane.name].take()
                 for stage in graph.drafter_stages:
@@ -270,7 +302,7 @@ class Scheduler:
         """Run one stage in its turn; returns what it returned, and its closed span."""
         micro_batch = None if stage.barrier else number
         step = (number if stage.barrier else self.graph.step_of(number)) + 1
-        self._places[lane.name] = Place(stage=stage.name, micro_batch=micro_batch, step=step)
+        self._progress.enter(lane.name, Place(stage=stage.name, micro_batch=micro_batch, step=step))
         run.stop.check()
         if self._delay is not None:
             run.stop.sleep(self._delay(stage.name, lane.name, number))

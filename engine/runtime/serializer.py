@@ -264,6 +264,10 @@ class Serializer:
         states = [state for state in list(self._threads) if not state.thread.startswith(THREADS)]
         return total([state for state in states if thread in (None, state.thread)])
 
+    def holds_others_up(self) -> bool:
+        """Whether a lane compiles or tunes now: that takes minutes, and others may wait for it."""
+        return self._compiling._holder is not None or any(state.tunings for state in list(self._threads))
+
     # What lanes take turns at
 
     @contextmanager

@@ -5,8 +5,11 @@
     3. everybody clips to the same total, updates its own masters, and hands out the new weights
 
 With one drafter nothing is exchanged and these are the plain loop's operations in the plain loop's order.
+
+What is not finite is told along with 1 and 2, so every drafter knows of it and none updates.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,10 +17,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from engine.dflash.masters import total_norm
+from engine.dflash.finite import BadSteps, Trouble, first_trouble, listed
+from engine.dflash.masters import NORM_OVERFLOWS, total_norm
 from engine.dflash.objective import BlockCounts
-from engine.errors import NonFinite
-from engine.plain import check_loss, step_learning_rate
+from engine.plain import step_learning_rate
+from engine.replica_check import ReplicaCheck
 from engine.runtime.lane import Lane
 from engine.runtime.parcel import Meeting, Parcel
 from engine.training_parts import DrafterPart, TrainingParts, step_row
@@ -26,63 +30,102 @@ Tensors = Mapping[str, Tensor]
 
 
 @attrs.frozen(eq=False)
+class _Gathered:
+    """What a drafter knows after the first exchange."""
+
+    counts: BlockCounts
+    """The step's figures over all drafters."""
+    gradients: list[Tensors]
+    """The drafters' sums for the masters kept here, in the drafters' order."""
+    documents: list[int]
+    """Content ids of the step, in micro-batch order."""
+    trouble: str | None
+    """The first tap or loss that is not finite."""
+
+
+@attrs.frozen(eq=False)
 class Optimizer:
     parts: TrainingParts
     drafters: Mapping[str, DrafterPart]
     """By lane, in lane order."""
+    bad_steps: BadSteps = attrs.field(init=False)
+    """Counted by the first drafter's lane; it raises before the others can begin another step."""
+    replicas: ReplicaCheck = attrs.field(init=False)
+    """Sees the weights before they are updated."""
+
+    @bad_steps.default
+    def _bad_steps(self) -> BadSteps:
+        return BadSteps(self.parts.plan.schedule.train.max_bad_steps)
+
+    @replicas.default
+    def _replicas(self) -> ReplicaCheck:
+        return ReplicaCheck(self.drafters, self.parts.plan.schedule.run.check_every)
 
     def __call__(self, lane: Lane, step: int, meeting: Meeting) -> dict[str, Any] | None:
         part = self.drafters[lane.name]
+        self.replicas(lane, step, meeting)
         lr = step_learning_rate(self.parts, step)
-        counts, gradients = self._gather(lane, part, meeting)
-        weight_sum = float(counts.weight_sum)
-        norm = 0.0
-        if weight_sum:
-            check_loss(float(counts.loss_sum), step)
-            norm = self._update(lane, part, meeting, gradients, weight_sum, lr, step)
-        first = lane.name == next(iter(self.drafters))
-        row = step_row(self.parts, step, norm, lr, counts) if first else None
+        gathered = self._gather(lane, part, meeting)
+        weight_sum = float(gathered.counts.weight_sum)
+        norm, trouble = 0.0, gathered.trouble
+        if trouble is not None:
+            norm = math.nan
+        elif weight_sum:
+            norm, trouble = self._update(lane, part, meeting, gathered, weight_sum, lr)
+        row = None
+        if lane.name == next(iter(self.drafters)):
+            self.bad_steps.passed(step, trouble)
+            row = step_row(self.parts, step, norm, lr, gathered.counts, trouble)
         # Nobody begins the next step's figures before the first drafter has read everybody's.
         meeting.exchange(lane, Parcel.made(lane, {}))
         part.begin_step()
         return row
 
-    def _gather(self, lane: Lane, part: DrafterPart, meeting: Meeting) -> tuple[BlockCounts, list[Tensors]]:
-        """The step's figures over all drafters, and their gradient sums for the masters kept here."""
+    def _gather(self, lane: Lane, part: DrafterPart, meeting: Meeting) -> "_Gathered":
         sums = part.masters.sums()
         packets = [
             Parcel.made(lane, {name: sums[name] for name in other.masters.names if name in sums})
             for other in self.drafters.values()
         ]
         figures = part.counts.cpu()
-        met = meeting.exchange(lane, Parcel.made(lane, {}, (figures, packets)))
+        trouble = first_trouble(part.readings, self.parts.plan.drafter_config.target_layer_ids)
+        documents = {reading.micro_batch: reading.document_ids.tolist() for reading in part.readings}
+        met = meeting.exchange(lane, Parcel.made(lane, {}, (figures, packets, trouble, documents)))
         rank = list(self.drafters).index(lane.name)
         counts = met[0].note[0]
         for other in met[1:]:
             counts = counts + other.note[0]
-        return counts, [self._taken(lane, parcel.note[1][rank]) for parcel in met]
+        troubles: list[Trouble] = [other.note[2] for other in met if other.note[2] is not None]
+        by_micro_batch = sorted(pair for other in met for pair in other.note[3].items())
+        return _Gathered(
+            counts,
+            [self._taken(lane, parcel.note[1][rank]) for parcel in met],
+            [number for _, ids in by_micro_batch for number in ids],
+            min(troubles, key=lambda one: one.micro_batch).text if troubles else None,
+        )
 
     def _update(
         self,
         lane: Lane,
         part: DrafterPart,
         meeting: Meeting,
-        gradients: list[Tensors],
+        gathered: "_Gathered",
         weight_sum: float,
         lr: float,
-        step: int,
-    ) -> float:
-        norms = part.masters.receive(gradients, weight_sum)
+    ) -> tuple[float, str | None]:
+        """The gradient's norm before clipping, and what of it is not finite: no drafter updates then."""
+        norms = part.masters.receive(gathered.gradients, weight_sum)
         told = {name: float(norm) for name, norm in norms.items()}
         met = meeting.exchange(lane, Parcel.made(lane, {}, (told, part.masters.first_bad(told))))
         everybody = {name: torch.tensor(norm) for other in met for name, norm in other.note[0].items()}
         norm = total_norm(everybody, [name for name in part.masters.parameters if name in everybody])
         if not torch.isfinite(norm):
-            bad = next((other.note[1] for other in met if other.note[1]), "the gradient's norm overflows")
-            raise NonFinite(f"step {step + 1}: {bad}; nothing was updated")
+            part.masters.discard()
+            bad = next((other.note[1] for other in met if other.note[1]), NORM_OVERFLOWS)
+            return math.nan, f"{bad}; the step's micro-batches were finite; {listed(gathered.documents)}"
         part.masters.update(norm.to(lane.device), lr=lr, clip=self.parts.plan.schedule.train.clip)
         self._spread(lane, part, meeting)
-        return float(norm)
+        return float(norm), None
 
     def _spread(self, lane: Lane, part: DrafterPart, meeting: Meeting) -> None:
         """Hand the updated weights around."""

@@ -54,7 +54,7 @@ def gpu_packages_hidden() -> Iterator[None]:
 
 
 @attrs.frozen
-class _Binding:
+class Binding:
     """One operation of a model file: its wrapper's name there, and the functions it chose between."""
 
     module: ModuleType
@@ -63,9 +63,15 @@ class _Binding:
     chosen: Callable[..., Any]
     plain: Callable[..., Any]
     routed: bool
+    """Whether calls with CPU tensors go to the plain function."""
+
+    def on_kernel(self, device: torch.device) -> bool:
+        """Whether calls with this device's tensors run something other than the plain function."""
+        return self.chosen is not self.plain and not (self.routed and device.type == "cpu")
 
 
-def _bindings(model: nn.Module) -> list[_Binding]:
+def bindings(model: nn.Module) -> list[Binding]:
+    """The operations of a model's files that choose between a kernel and a plain PyTorch function."""
     modules = {sys.modules[type(part).__module__] for part in model.modules()}
     found = []
     for module in sorted(modules, key=lambda module: module.__name__):
@@ -79,7 +85,7 @@ def _bindings(model: nn.Module) -> list[_Binding]:
                     cells["implementation"],
                     cells["torch_function"],
                 )
-                found.append(_Binding(module, attribute, operation, chosen, plain, routed))
+                found.append(Binding(module, attribute, operation, chosen, plain, routed))
     return found
 
 
@@ -101,7 +107,7 @@ def route_cpu_calls_to_torch(model: nn.Module) -> None:
     Calls with tensors of other devices go where they went before. Changes the model files' functions
     that are bound to something else, for every model of these files; a second call changes nothing.
     """
-    for binding in _bindings(model):
+    for binding in bindings(model):
         if binding.routed or binding.chosen is binding.plain:
             continue
         before = vars(binding.module)[binding.attribute]
@@ -133,8 +139,8 @@ def bound_kernels(model: nn.Module) -> dict[str, str]:
     device = next(model.parameters()).device
     plain = CPU_PATH if device.type == "cpu" else SLOW_PATH
     kernels: dict[str, str] = {}
-    for binding in _bindings(model):
-        takes_plain = binding.chosen is binding.plain or (binding.routed and device.type == "cpu")
+    for binding in bindings(model):
+        takes_plain = not binding.on_kernel(device)
         kernels[binding.operation] = plain if takes_plain else _full_name(binding.chosen)
     config = getattr(model, "config", None)
     kernels["attention"] = str(getattr(config, "_attn_implementation", None) or "eager")

@@ -148,13 +148,19 @@ def load_target(
     return _assemble(summary, target_layer_ids, dtype, device, keep_head, trust_remote_code, fill)
 
 
-def copy_target(target: Target, device: torch.device) -> Target:
-    """The same target on another device: weights travel from device to device, nothing is read from disk."""
+def copy_target(
+    target: Target, device: torch.device, copy: Callable[[Tensor, Tensor], object] = Tensor.copy_
+) -> Target:
+    """The same target on another device: weights travel from device to device, nothing is read from disk.
+
+    Args:
+        copy: `copy(to, from)`, of tensors on two devices.
+    """
 
     @torch.no_grad()
     def fill(model: Any, layers_prefix: str) -> None:
         for parameter, original in zip(model.parameters(), target.model.parameters(), strict=True):
-            parameter.copy_(original)
+            copy(parameter, original)
 
     return _assemble(
         target.summary,

@@ -1,0 +1,241 @@
+"""A process that has imported everything and forks a run at a time, so that 20 kills cost 20 runs.
+
+It has no thread and has touched no GPU, which is what makes forking it safe; the process of the tests
+may have both. `WarmParent` talks to it line by line. A run can be made to pause at a named point, for
+a kill that is to hit just there; it then touches a file and sleeps.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REACHED = "paused"
+
+
+class Child:
+    """A run in a process of its own."""
+
+    def __init__(self, parent: "WarmParent", pid: int, output: Path) -> None:
+        self.parent, self.pid, self.output = parent, pid, output
+
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Its exit code; minus the signal's number where one killed it."""
+        return int(self.parent.ask({"wait": self.pid})["code"])
+
+    def wait_for(self, ready: Callable[[], bool], seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < deadline, f"not there in time:\n{self.said()}"
+            time.sleep(0.005)
+
+    def kill_at_pause(self) -> None:
+        marker = self.output.with_name(f"{self.output.name}.{REACHED}")
+        self.wait_for(marker.exists)
+        self.send(signal.SIGKILL)
+        assert self.wait() == -signal.SIGKILL, self.said()
+        marker.unlink()
+
+    def said(self) -> str:
+        return self.output.with_name(f"{self.output.name}.said").read_text()
+
+
+class WarmParent:
+    """Starts runs; close it when done."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def run(self, schedule: Path, output: Path, *overrides: str, pause: str = "", **options: Any) -> Child:
+        """Begin a run; `options` are those of `engine.run.run`."""
+        question = {
+            "schedule": str(schedule),
+            "output": str(output),
+            "overrides": overrides,
+            "pause": pause,
+            "options": options,
+        }
+        return Child(self, self.ask(question)["pid"], output)
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def serve() -> None:
+    import torch
+
+    import engine.run  # noqa: F401  the import is what is to be warm
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "wait" in question:
+            _, status = os.waitpid(question["wait"], 0)
+            answer = {"code": os.waitstatus_to_exitcode(status)}
+        else:
+            pid = os.fork()
+            if not pid:
+                be_a_run(question)
+            answer = {"pid": pid}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def be_a_run(question: dict[str, Any]) -> None:
+    code = 1
+    try:
+        output = Path(question["output"])
+        said = os.open(output.with_name(f"{output.name}.said"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        code = run_and_tell(question, output)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_and_tell(question: dict[str, Any], output: Path) -> int:
+    import traceback
+
+    from engine.errors import EngineError
+    from engine.run import run
+    from engine.schedule import load_schedule
+
+    marker = output.with_name(f"{output.name}.{REACHED}")
+    if question["pause"]:
+        PAUSES[question["pause"]](lambda: pause(marker))
+    try:
+        run(load_schedule(question["schedule"], question["overrides"]), output=output, **question["options"])
+        return 0
+    except EngineError as error:
+        traceback.print_exc()
+        return error.exit_code
+
+
+def pause(marker: Path) -> None:
+    marker.touch()
+    time.sleep(600)
+
+
+# Where a run can be made to pause
+
+
+def in_a_checkpoint_write(stop_here: Callable[[], None]) -> None:
+    import engine.checkpoint as module
+
+    write = module.write_tensors
+
+    def slow(path: Path, tensors: Any, *, between: Callable[[], None], **rest: Any) -> None:
+        seen = []
+
+        def halfway() -> None:
+            between()
+            seen.append(1)
+            if len(seen) == len(tensors) // 2:
+                stop_here()
+
+        write(path, tensors, between=halfway, **rest)
+
+    module.write_tensors = slow
+
+
+def before_latest_moves(stop_here: Callable[[], None]) -> None:
+    from engine.run_folder import RunFolder
+
+    mark_latest = RunFolder.mark_latest
+
+    def slow(self: RunFolder, step: int) -> None:
+        if step == 4:
+            stop_here()
+        mark_latest(self, step)
+
+    RunFolder.mark_latest = slow  # type: ignore[method-assign]
+
+
+def while_one_is_replaced(stop_here: Callable[[], None]) -> None:
+    rename = Path.rename
+
+    def slow(self: Path, target: Any) -> Path:
+        if self.name.endswith(".partial") and self.name.startswith(".step_"):
+            replaced = self.with_name(self.name.replace(".partial", ".replaced"))
+            if replaced.exists():
+                stop_here()
+        return rename(self, target)
+
+    Path.rename = slow  # type: ignore[method-assign]
+
+
+def while_one_is_removed(stop_here: Callable[[], None]) -> None:
+    import engine.checkpoint_folder as module
+
+    rmtree = module.shutil.rmtree
+
+    def slow(path: Path, **rest: Any) -> None:
+        if str(path).endswith(".removed"):
+            (Path(path) / "model.safetensors").unlink()
+            stop_here()
+        rmtree(path, **rest)
+
+    module.shutil.rmtree = slow  # type: ignore[assignment]
+
+
+def in_a_row_of_metrics(stop_here: Callable[[], None]) -> None:
+    from engine.run_folder import RunFolder
+
+    append = RunFolder._append
+
+    def torn(self: RunFolder, name: str, line: bytes) -> None:
+        if name == "metrics.jsonl" and b'"step":4' in line:
+            append(self, name, line[: len(line) // 2])
+            stop_here()
+        append(self, name, line)
+
+    RunFolder._append = torn  # type: ignore[method-assign]
+
+
+def while_rows_are_cut(stop_here: Callable[[], None]) -> None:
+    import engine.run_rows as module
+
+    replace_file = module.replace_file
+
+    def slow(path: Path, data: bytes) -> None:
+        if path.name == "timings.jsonl":
+            stop_here()
+        replace_file(path, data)
+
+    module.replace_file = slow  # type: ignore[assignment]
+
+
+PAUSES = {
+    function.__name__: function
+    for function in (
+        in_a_checkpoint_write,
+        before_latest_moves,
+        while_one_is_replaced,
+        while_one_is_removed,
+        in_a_row_of_metrics,
+        while_rows_are_cut,
+    )
+}
+
+
+if __name__ == "__main__":
+    serve()
