@@ -6,9 +6,10 @@ from blocks import recipe_of, row_of, run_blocks, shared_weights, small_config, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from engine.dflash.anchors import Anchors, anchors_at, draw_anchors
-from engine.dflash.attention import prepare_attention
+from engine.dflash.attention import flex_slots, prepare_attention
 from engine.dflash.attention_mask import TILE, block_mask, dense_mask, visible_runs
 from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
 from engine.dflash.packing import PackedRow
@@ -119,6 +120,54 @@ def test_flex_and_dense_give_the_same_hidden_states(block_size: int, layer_types
             )
     used = anchors.used * block_size
     torch.testing.assert_close(hidden["flex"][:used], hidden["dense"][:used], atol=2e-5, rtol=2e-5)
+
+
+def test_flex_takes_the_context_in_few_lengths_each_a_power_of_two() -> None:
+    expected = {1: 128, 128: 128, 129: 256, 256: 256, 257: 512, 1024: 1024, 3072: 4096, 4097: 8192}
+    assert {length: flex_slots(length) for length in expected} == expected
+    found = {flex_slots(length) for length in range(1, 100_001)}
+    assert found == {128 << doublings for doublings in range(11)}
+
+
+@pytest.mark.parametrize("length", [129, 257, 300])
+def test_keys_that_fill_the_context_up_to_a_power_of_two_are_seen_by_no_query(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    config = small_config(layer_types=(SLIDING, FULL), sliding_window=40)
+    row = row_of((70, 3), (length - 71, 5))
+    anchors = draw_anchors(row, seed=3, epoch=0, max_anchors=30)
+    queries, slots = anchors.count * config.block_size, flex_slots(length)
+    assert slots > length
+    seen: list[tuple[tuple[int, ...], Tensor]] = []
+
+    def flex(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask, enable_gqa: bool) -> Tensor:
+        some = torch.zeros(k.shape[2], dtype=torch.bool)
+        for query in range(q.shape[2]):
+            some |= block_mask.mask_mod(None, None, torch.tensor(query), torch.arange(k.shape[2]))
+        seen.append((tuple(k.shape), some[length:slots]))
+        full = table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        partial = table(block_mask.kv_num_blocks, block_mask.kv_indices)
+        assert not partial[:, -(-length // TILE) : slots // TILE].any(), "tiles of nothing else are skipped"
+        assert not full[:, length // TILE : slots // TILE].any(), "compiled, a full tile asks no mask"
+        return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=enable_gqa)
+
+    monkeypatch.setattr("engine.dflash.attention.flex_on", lambda device, queries, length: flex)
+    generator = torch.Generator().manual_seed(0)
+
+    def states(count: int, heads: int) -> Tensor:
+        return torch.randn(count, heads, 16, generator=generator)
+
+    given = (states(queries, 4), states(length, 2), states(length, 2), states(queries, 2), states(queries, 2))
+    dense, padded = (
+        prepare_attention(backend, anchors, row.starts, length, config, torch.device("cpu"))
+        for backend in ("dense", "flex")
+    )
+    for kind in (SLIDING, FULL):
+        used = anchors.used * config.block_size
+        torch.testing.assert_close(padded(kind, *given)[:used], dense(kind, *given)[:used])
+    for shape, some in seen:
+        assert shape == (1, 2, slots + -(-queries // TILE) * TILE, 16)
+        assert some.numel() == slots - length and not some.any()
 
 
 def test_a_document_in_pieces_gives_the_same_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,26 @@ def test_other_errors_and_launches_with_known_keys_are_not_tried_again(serialize
     assert not freed and benchmark.calls == 1
 
 
+def test_copies_of_all_lanes_have_ended_before_a_tuning_is_tried_once_more(tmp_path, monkeypatch):
+    run = open_run_lanes(assembled(small_project(tmp_path)))
+    calls = []
+    for lane in run.scheduler.lanes.values():
+        monkeypatch.setattr(lane, "synchronize", lambda name=lane.name: calls.append(name))
+    monkeypatch.setattr(gc, "collect", lambda *args: calls.append("collected"))
+
+    def benchmark(call, quantiles):
+        calls.append("benchmark")
+        if calls.count("benchmark") == 1:
+            raise TORCHS_WORDS
+        return [1.0, 1.0, 1.0]
+
+    tuner(benchmark=benchmark).run(0, 0, 7, grid=(1,))
+    assert calls[0] == "benchmark"
+    freed = calls.index("collected")
+    assert set(calls[1:freed]) == set(run.scheduler.lanes)
+    assert set(calls[freed:]) == {"collected", "benchmark"}
+
+
 # Loading a compiled kernel
 
 

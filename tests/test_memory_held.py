@@ -1,13 +1,15 @@
 """Where memory ran out, the failure says who held it and what lowers it."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from small_runs import assembled, small_project
 
+from engine.errors import NonFinite
 from engine.lanes import open_run_lanes
-from engine.runtime.failure import StageFailure
+from engine.runtime.failure import Failure, Place, StageFailure
 from engine.runtime.graph import LaneSpec, StageSpec, build_graph
 from engine.runtime.lane import Lane
 from engine.runtime.memory_held import by_holder, describe, held_memory
@@ -63,6 +65,74 @@ def test_out_of_memory_on_a_lane_ends_with_the_schedule_lines_that_lower_it(tmp_
         lanes.train(0, 1, lambda row: None)
     assert caught.value.exit_code == 3
     assert "\n  - lower data.token_budget (256)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "read"), [(torch.OutOfMemoryError("CUDA out of memory"), True), (NonFinite("nan"), False)]
+)
+def test_who_held_memory_is_read_of_all_lanes_in_the_lane_that_ran_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, read: bool
+) -> None:
+    lanes = open_run_lanes(assembled(small_project(tmp_path)))
+    readings: list[tuple[str, set[str]]] = []
+
+    def held(lanes: list[Lane]) -> list[str]:
+        readings.append((threading.current_thread().name, {lane.name for lane in lanes}))
+        return ["cuda:0: target.0@cuda:0 54.00 GB"]
+
+    def full(lane: Lane, micro_batch: int, cargo: object) -> None:
+        raise error
+
+    monkeypatch.setattr("engine.runtime.scheduler.held_memory", held)
+    lanes.scheduler._works = {**lanes.scheduler._works, "pack": full}
+    with pytest.raises(StageFailure) as caught:
+        lanes.scheduler.run(0, 1)
+    story = "\nwho held memory then:\n  cuda:0: target.0@cuda:0 54.00 GB"
+    assert (story in str(caught.value)) == read
+    assert readings[:1] == ([("target.0@cpu", set(lanes.scheduler.lanes))] if read else [])
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a lane whose failure cannot be read ends without news, and the run waits for it"
+)
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), Mute()], ids=["held", "mute"]
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_that_cannot_be_read_ends_the_run_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    lanes = open_run_lanes(assembled(small_project(tmp_path)))
+    ended: list[BaseException] = []
+
+    def held(lanes: list[Lane]) -> list[str]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(lane: Lane, micro_batch: int, cargo: object) -> None:
+        raise error
+
+    def go() -> None:
+        try:
+            lanes.scheduler.run(0, 2)
+        except BaseException as failure:
+            ended.append(failure)
+
+    monkeypatch.setattr("engine.runtime.scheduler.held_memory", held)
+    lanes.scheduler._works = {**lanes.scheduler._works, "pack": fail}
+    caller = threading.Thread(target=go, daemon=True)
+    caller.start()
+    caller.join(3)
+    hangs, run = caller.is_alive(), lanes.scheduler._run
+    if hangs and run is not None:  # let no thread wait on through the tests that follow
+        run.news.put(Failure("the test", Place(stage="its end"), NonFinite("hangs")))
+        caller.join(10)
+    assert not hangs and isinstance(ended[0], StageFailure)
+    assert ended[0].__cause__ is error
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import pytest
 import torch
+from tuned_kernels import tuner
 
 from engine.errors import DiskError, EngineError, NonFinite, ScheduleError
 from engine.runtime.failure import StageFailure
@@ -462,3 +463,35 @@ def test_waiting_for_a_credit_is_counted_to_the_last_target_stage():
     rows = timings.flush()
     assert sum(row["waited_ms"] for row in rows if row["stage"] == "pack") > 30
     assert all(row["waited_ms"] == 0 for row in rows if row["stage"] == "target-forward")
+
+
+def test_a_stages_row_has_its_own_threads_launches_and_no_other_lanes():
+    serializer, timings = Serializer("tune"), Timings()
+    serializer.install()
+    kernel = tuner(warm=(1,))
+    begun, launched = threading.Event(), threading.Event()
+
+    def forward(lane, micro_batch, cargo):
+        if lane.name == "target.1@cpu":  # its forward lasts around the other lane's
+            begun.set()
+            assert launched.wait(10)
+            kernel.run(0, 0, 1, grid=(1,))
+            return
+        assert begun.wait(10)
+        for _ in range(3):
+            kernel.run(0, 0, 1, grid=(1,))
+        kernel.run(0, 0, 2, grid=(1,))
+        launched.set()
+
+    works = passing(target_forward=forward)
+    Scheduler(graph_of(2, 1, 2), works, serializer=serializer, timings=timings).run(0, 1)
+    rows = timings.flush()
+    found = {
+        (row["stage"], row["lane"]): (row["launches"], row.get("cold_keys", 0))
+        for row in rows
+        if "launches" in row
+    }
+    assert found == {
+        ("target-forward", "target.0@cpu"): (4, 1),
+        ("target-forward", "target.1@cpu"): (1, 0),
+    }
