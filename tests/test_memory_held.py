@@ -83,7 +83,7 @@ def test_who_held_memory_is_read_of_all_lanes_in_the_lane_that_ran_out(
     def full(lane: Lane, micro_batch: int, cargo: object) -> None:
         raise error
 
-    monkeypatch.setattr("engine.runtime.scheduler.held_memory", held)
+    monkeypatch.setattr("engine.runtime.failure.held_memory", held)
     lanes.scheduler._works = {**lanes.scheduler._works, "pack": full}
     with pytest.raises(StageFailure) as caught:
         lanes.scheduler.run(0, 1)
@@ -97,9 +97,6 @@ class Mute(Exception):
         raise ValueError("no words")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a lane whose failure cannot be read ends without news, and the run waits for it"
-)
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), Mute()], ids=["held", "mute"]
 )
@@ -122,7 +119,7 @@ def test_a_failure_that_cannot_be_read_ends_the_run_all_the_same(
         except BaseException as failure:
             ended.append(failure)
 
-    monkeypatch.setattr("engine.runtime.scheduler.held_memory", held)
+    monkeypatch.setattr("engine.runtime.failure.held_memory", held)
     lanes.scheduler._works = {**lanes.scheduler._works, "pack": fail}
     caller = threading.Thread(target=go, daemon=True)
     caller.start()

@@ -192,6 +192,20 @@ def test_a_plugin_s_stage_that_fails_is_named_with_its_plugin(tmp_path: Path, li
     assert f"plugin {plugin}: {words}" in str(error.value)
 
 
+@pytest.mark.parametrize("line", ["raise SystemExit(0)", "import sys; sys.exit()", "raise GeneratorExit"])
+def test_a_plugin_that_leaves_is_a_failure_with_its_name(tmp_path: Path, line: str) -> None:
+    path = mine(tmp_path, f"def run_finished(self): {line}")
+    with pytest.raises(PluginError, match="run_finished failed: (SystemExit|GeneratorExit)") as error:
+        host_with(path).tell("run_finished", step=1, folder=tmp_path)
+    assert error.value.exit_code == 1 and path in str(error.value)
+
+
+def test_a_plugin_that_leaves_while_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    assert "cannot be imported" in refusal(write(tmp_path, "leaves.py", "raise SystemExit(0)"))
+    leaving = HEAD + "@attrs.frozen\nclass Options:\n    pass\ndef make(options):\n    raise SystemExit(0)\n"
+    assert "make(options) failed" in refusal(write(tmp_path, "making.py", head=leaving))
+
+
 def test_a_default_that_the_schedule_names_is_there_once() -> None:
     names = [plugin.name for plugin in host_with("plugins.concat").plugins]
     assert sorted(names) == sorted(DEFAULT_PLUGINS) and names[0] == "plugins.concat"

@@ -97,9 +97,6 @@ def test_tuning_results_are_saved_and_taken_off_when_a_step_fails(
     assert events == ["made", "install", "load", "warm up", "save", "save", "uninstall"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="run() takes the cache off only once training has begun; a failed set-up leaves it on"
-)
 @pytest.mark.parametrize(
     "where", ["engine.run.load_parts", "engine.run.open_run_lanes", "engine.lanes.RunLanes.warm_up"]
 )

@@ -229,16 +229,34 @@ def test_a_failure_of_on_step_ends_the_run():
             raise DiskError("no space left")
 
     works = passing(transfer=lambda *at: time.sleep(0.01))
-    with pytest.raises(StageFailure, match="on_step, step 3 on main thread: DiskError: no space") as caught:
+    with pytest.raises(StageFailure, match="reporting, step 3 on main thread: DiskError: no space") as caught:
         scheduler_of(graph_of(3, 2, 2), works).run(0, 1000, on_step)
     assert caught.value.exit_code == DiskError.exit_code
     assert not caught.value.stuck
     assert not workers()
 
 
+def test_leaving_in_on_step_is_a_run_that_failed():
+    def on_step(step, results):
+        raise SystemExit(0)
+
+    with pytest.raises(StageFailure, match="reporting, step 1 on main thread: SystemExit") as caught:
+        scheduler_of(graph_of(1, 1, 1), passing()).run(0, 3, on_step)
+    assert caught.value.exit_code == 1
+    assert not workers()
+
+
+def test_a_stop_that_nobody_asked_for_ends_the_run_and_not_its_lane_alone():
+    works = passing(**fail_at("pack", "target.0@cpu", 0, Stopped()))
+    with pytest.raises(StageFailure, match="pack, micro-batch 0, step 1 on target.0@cpu: Stopped"):
+        scheduler_of(graph_of(2, 1, 1), works).run(0, 3)
+    assert not workers()
+
+
 @pytest.mark.parametrize(
     ("error", "exit_code"),
     [
+        (OSError(28, "No space left on device"), 6),
         (NonFinite("nan"), 4),
         (torch.OutOfMemoryError("no"), 3),
         (MemoryError(), 3),
