@@ -154,7 +154,9 @@ def test_a_disk_that_fails_in_the_background_ends_the_run_at_a_step_border(
     assert 8 <= rows[-1]["step"] < 12, "before the next save would have found out"
 
 
-@pytest.mark.parametrize("lost, said", [("a byte", "reads back torn"), ("a shape", "reads back other tensors")])
+@pytest.mark.parametrize(
+    "lost, said", [("a byte", "reads back torn"), ("a shape", "reads back other tensors")]
+)
 def test_a_file_that_does_not_read_back_as_it_was_written_never_gets_its_name(
     opened: Opened, monkeypatch: pytest.MonkeyPatch, lost: str, said: str
 ) -> None:
@@ -264,6 +266,20 @@ def test_a_host_copy_stays_as_it_was_and_takes_no_new_memory(tmp_path: Path) -> 
     assert room.take(TENSORS)["a"].data_ptr() == place and room.nbytes == held
     room.close()
     assert room.nbytes == 0
+
+
+@pytest.mark.gpu
+def test_a_host_copy_of_a_gpus_tensors_is_pinned_and_whole() -> None:
+    room = HostCopy()
+    originals = {str(i): torch.randn(3_000_001, device="cuda") for i in range(8)}
+    for _ in range(2):
+        copies = room.take(originals)
+        assert all(torch.equal(copies[name], value.cpu()) for name, value in originals.items())
+        assert room.pinned and copies["0"].is_pinned()
+        for value in originals.values():
+            value.neg_()
+    room.close()
+    assert not room.pinned
 
 
 # The background
