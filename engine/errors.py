@@ -87,8 +87,8 @@ def exit_code_of(error: BaseException) -> int:
     """What `python -m engine` ends with after a failure whose cause is `error`."""
     if isinstance(error, EngineError):
         return error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return 130
+    if isinstance(error, KeyboardInterrupt):  # a signal's own says which signal it was
+        return int(getattr(error, "exit_code", 130))
     if is_out_of_memory(error):
         return OutOfMemory.exit_code
     return DiskError.exit_code if isinstance(error, OSError) else EngineError.exit_code

@@ -87,7 +87,7 @@ class Heartbeat:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it as failed, or as done; unless it has ended already."""
+        """End it as what the error was, or as done; unless it has ended already."""
         if error is None:
             self.end("done")
         else:
@@ -156,8 +156,9 @@ class Heartbeat:
                 self._failed(trouble)
 
     def end_with(self, error: BaseException) -> None:
-        """The same for a run that failed; the exit code is the one that the command will have."""
-        self.end("failed", exit_code_of(error), f"{type(error).__name__}: {words(error)}")
+        """The same for a run that failed or was interrupted, with the exit code of its command."""
+        state: State = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        self.end(state, exit_code_of(error), f"{type(error).__name__}: {words(error)}")
 
     def beat(self) -> None:
         """Write the status now."""

@@ -60,7 +60,7 @@ class LiveStatus:
     """A run at one moment."""
 
     state: State
-    """`stopped`: asked to end before its last step, and did so in good order."""
+    """`stopped`: asked to end before its last step; what it was at is saved where it had a step to save."""
     pid: int
     machine: str | None
     """Where `pid` counts; see `engine.process_identity`. None where that cannot be told."""

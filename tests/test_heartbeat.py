@@ -19,6 +19,7 @@ from small_runs import small_project
 
 from engine.errors import CheckpointError, DiskError, InputError, NonFinite, OutOfMemory
 from engine.heartbeat import INTERVAL_S, Heartbeat
+from engine.interrupts import Interrupted
 from engine.live_status import LiveStatus, read_live_status
 from engine.run_folder import RunFolder, create_run_folder
 from engine.run_lock import LOCK_FILE, RunLock
@@ -157,7 +158,6 @@ def test_memory_of_every_gpu_is_reported_and_a_device_that_answers_no_more_is_sa
         (OutOfMemory("cuda:0"), 3, "OutOfMemory: cuda:0"),
         (MemoryError("no more"), 3, "MemoryError: no more"),
         (KeyError("a bug"), 1, "KeyError: 'a bug'"),
-        (KeyboardInterrupt(), 130, "KeyboardInterrupt: "),
     ],
 )
 def test_a_failed_run_says_so_with_its_exit_code(
@@ -167,6 +167,17 @@ def test_a_failed_run_says_so_with_its_exit_code(
         raise error
     status = written(tmp_path)
     assert (status.state, status.exit_code, status.error) == ("failed", code, text)
+
+
+@pytest.mark.parametrize(
+    "error, code", [(KeyboardInterrupt(), 130), (Interrupted("SIGTERM", 143), 143)], ids=["plain", "signal"]
+)
+def test_an_interrupted_run_is_stopped_with_the_code_of_its_signal(
+    tmp_path: Path, error: KeyboardInterrupt, code: int
+) -> None:
+    with pytest.raises(KeyboardInterrupt), beating(tmp_path):
+        raise error
+    assert (written(tmp_path).state, written(tmp_path).exit_code) == ("stopped", code)
 
 
 def test_a_run_that_came_to_its_end_is_done(tmp_path: Path) -> None:

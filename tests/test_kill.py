@@ -13,7 +13,14 @@ from warm_parent import PAUSES, Child, WarmParent
 
 from engine.run_folder import RUN_FILES
 
-SETTINGS = ("run.save_every=2", "run.eval_every=3", "run.keep_last=2", "run.steps=7")
+SETTINGS = (
+    'devices={targets = ["cpu", "cpu"], drafters = ["cpu", "cpu"]}',
+    "run.save_every=2",
+    "run.eval_every=3",
+    "run.keep_last=2",
+    "run.steps=7",
+    "data.token_budget=512",  # few micro-batches an epoch, so that a new one begins on the way
+)
 TIMED = {"tokens_per_s", "peak_memory"}
 
 
@@ -33,6 +40,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unbroken(parent: WarmParent, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "unbroken"
     ended_well(parent.run(project, output, *SETTINGS))
+    assert len({row["epoch"] for row in metrics(output) if "epoch" in row}) > 1
     return output
 
 

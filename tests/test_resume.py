@@ -76,13 +76,15 @@ def cursor(checkpoint: Path) -> dict:
 
 @pytest.mark.parametrize(
     "other",
-    [lanes(2, 1, depth=3), ["layout=pipelined"]],
-    ids=["two targets, depth 3", "another layout"],
+    [lanes(2, 1, depth=3), [*lanes(2, 1), "stage.target-forward.exclusive=target-forward"]],
+    ids=["pipelined", "sequential"],
 )
-def test_a_run_that_was_cut_goes_on_bit_for_bit_under_other_lanes(
-    project: Path, unbroken: Path, broken: Path, other: list[str]
+def test_a_run_that_was_cut_goes_on_bit_for_bit_under_another_schedule(
+    project: Path, unbroken: Path, broken: Path, tmp_path: Path, other: list[str]
 ) -> None:
-    trained(project, broken, *other, resume=True)
+    schedule = tmp_path / "other.toml"
+    schedule.write_text(project.read_text() + '[[plugin]]\nuse = "plugins.async_copy"\n')
+    trained(schedule, broken, *other, resume=True)
     assert metrics(broken) == metrics(unbroken)
     assert bytes_of(broken) == bytes_of(unbroken)
 

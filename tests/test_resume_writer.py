@@ -268,6 +268,20 @@ def test_a_host_copy_stays_as_it_was_and_takes_no_new_memory(tmp_path: Path) -> 
     assert room.nbytes == 0
 
 
+@pytest.mark.gpu
+def test_a_host_copy_of_a_gpus_tensors_is_pinned_and_whole() -> None:
+    room = HostCopy()
+    originals = {str(i): torch.randn(3_000_001, device="cuda") for i in range(8)}
+    for _ in range(2):
+        copies = room.take(originals)
+        assert all(torch.equal(copies[name], value.cpu()) for name, value in originals.items())
+        assert room.pinned and copies["0"].is_pinned()
+        for value in originals.values():
+            value.neg_()
+    room.close()
+    assert not room.pinned
+
+
 # The background
 
 
