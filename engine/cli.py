@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -47,6 +47,7 @@ def run_command(
     from engine.run import run
     from engine.schedule import load_schedule
 
+    before = set(threading.enumerate())
     try:
         run(
             load_schedule(schedule, set_ or []),
@@ -61,7 +62,7 @@ def run_command(
         )
     except Interrupted as interrupted:  # typer would make any of them 130
         sys.stderr.write(f"interrupted: {interrupted}\n")
-        _leave(interrupted.exit_code, stuck=_others())
+        _leave(interrupted.exit_code, stuck=_others(before))
 
 
 @app.command()
@@ -205,11 +206,12 @@ def main() -> None:
     """Run a command; a failure's cause decides the exit code."""
     from engine.plugin_host import register_installed_commands
 
+    before = set(threading.enumerate())
     try:
         register_installed_commands(app)
         app()
     except EngineError as error:
-        _leave(_report(error), stuck=(*getattr(error, "stuck", ()), *_others()))
+        _leave(_report(error), stuck=(*getattr(error, "stuck", ()), *_others(before)))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -218,7 +220,7 @@ def main() -> None:
             traceback.print_exc()
         else:
             sys.stderr.write(f"{type(error).__name__}: {words(error)}\n")
-        _leave(code, stuck=_others())
+        _leave(code, stuck=_others(before))
 
 
 def _leave(code: int, stuck: Sequence[str]) -> NoReturn:
@@ -230,9 +232,9 @@ def _leave(code: int, stuck: Sequence[str]) -> NoReturn:
     sys.exit(code)
 
 
-def _others() -> list[str]:
-    """Names of threads still at work, in a compiler or a disk's call perhaps; no exit gets by them."""
-    return [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+def _others(before: Collection[threading.Thread]) -> list[str]:
+    """Names of the command's threads still at work, in a compiler or a disk's call; no exit gets by them."""
+    return [thread.name for thread in threading.enumerate() if thread not in before]
 
 
 def _report(error: EngineError) -> int:
