@@ -186,7 +186,9 @@ def main() -> None:
         findings["rings, removed"] = rings()
         findings["memo, none"] = memo_findings()
         findings["decorator, removed"] = fla.utils.tensor_cache.__module__
-        findings["finders left"] = [type(one).__name__ for one in sys.meta_path if "engine" in repr(one)]
+        findings["finders left"] = [
+            type(one).__name__ for one in sys.meta_path if type(one).__module__.startswith("engine.")
+        ]
         after = Serializer("tune")
         after.install()
         findings["rings, installed after FLA"] = rings()
