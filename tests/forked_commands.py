@@ -5,39 +5,25 @@ would spend four seconds on imports first.
 """
 
 import functools
-import json
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import attrs
 import orjson
+from forking import Forked, Forker, serve
 
 
-@attrs.define
-class Command:
+class Command(Forked):
     """One that runs."""
 
-    server: "CommandServer"
-    pid: int
-    output: Path
-    begun: float
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+    def __init__(self, server: "CommandServer", pid: int, output: Path) -> None:
+        super().__init__(server, pid, output)
+        self.begun = time.monotonic()
 
     def wait(self) -> tuple[int, float]:
         """Exit code, and when (`time.monotonic`)."""
-        answer = self.server.ask({"wait": self.pid})
-        return int(answer["code"]), float(answer["at"])
-
-    def said(self) -> str:
-        return Path(f"{self.output}.said").read_text()
+        return self.ended()
 
     def log(self) -> str:
         path = self.output / "run.log"
@@ -51,26 +37,12 @@ class Command:
         path = self.output / name
         return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
-    def wait_for(self, ready: Callable[[], bool], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < deadline, f"not there in time:\n{self.said()}"
-            time.sleep(0.01)
 
-
-class CommandServer:
+class CommandServer(Forker):
     """Starts `python -m engine run …`."""
 
     def __init__(self) -> None:
-        command = [sys.executable, __file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
+        super().__init__(__file__)
 
     def run(self, schedule: Path, output: Path, *arguments: str, before: str = "") -> Command:
         """Begin a run.
@@ -79,8 +51,7 @@ class CommandServer:
             before: Python statements for the process to execute first.
         """
         argv = ["engine", "run", str(schedule), "--output", str(output), *arguments]
-        answer = self.ask({"argv": argv, "said": f"{output}.said", "before": before})
-        return Command(self, answer["pid"], output, time.monotonic())
+        return Command(self, self.fork({"argv": argv, "before": before}, output), output)
 
 
 @functools.cache
@@ -89,47 +60,17 @@ def shared_server() -> CommandServer:
     return CommandServer()
 
 
-def serve() -> None:
-    import torch
-
-    import engine.run  # noqa: F401  the import is what is to be warm
-
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        question = json.loads(line)
-        if "wait" in question:
-            _, status = os.waitpid(question["wait"], 0)
-            answer = {"code": os.waitstatus_to_exitcode(status), "at": time.monotonic()}
-        else:
-            pid = os.fork()
-            if not pid:
-                become(question)
-            answer = {"pid": pid}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-def become(question: dict[str, Any]) -> None:
+def become(question: dict[str, Any]) -> int:
     from engine.cli import main
 
-    said = os.open(question["said"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     exec(question["before"], {})
     sys.argv = question["argv"]
-    code = 1
     try:
         main()
-        code = 0
     except SystemExit as end:
-        code = int(end.code or 0)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        return int(end.code or 0)
+    return 0
 
 
 if __name__ == "__main__":
-    serve()
+    serve(become)

@@ -1,41 +1,26 @@
-"""A process that has imported everything and forks a run at a time, so that 20 kills cost 20 runs.
+"""Runs forked from a process that has imported everything, so that 20 kills cost 20 runs.
 
-It has no thread and has touched no GPU, which is what makes forking it safe; the process of the tests
-may have both. `WarmParent` talks to it line by line. A run can be made to pause at a named point, for
-a kill that is to hit just there; it then touches a file and sleeps.
+A run can be made to pause at a named point, for a kill that is to hit just there; it then touches a
+file and sleeps.
 """
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forking import Forked, Forker, serve
+
 REACHED = "paused"
 
 
-class Child:
+class Child(Forked):
     """A run in a process of its own."""
-
-    def __init__(self, parent: "WarmParent", pid: int, output: Path) -> None:
-        self.parent, self.pid, self.output = parent, pid, output
-
-    def send(self, number: int) -> None:
-        os.kill(self.pid, number)
 
     def wait(self) -> int:
         """Its exit code; minus the signal's number where one killed it."""
-        return int(self.parent.ask({"wait": self.pid})["code"])
-
-    def wait_for(self, ready: Callable[[], bool], seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < deadline, f"not there in time:\n{self.said()}"
-            time.sleep(0.005)
+        return self.ended()[0]
 
     def kill_at_pause(self) -> None:
         marker = self.output.with_name(f"{self.output.name}.{REACHED}")
@@ -44,23 +29,12 @@ class Child:
         assert self.wait() == -signal.SIGKILL, self.said()
         marker.unlink()
 
-    def said(self) -> str:
-        return self.output.with_name(f"{self.output.name}.said").read_text()
 
-
-class WarmParent:
+class WarmParent(Forker):
     """Starts runs; close it when done."""
 
     def __init__(self) -> None:
-        command = [sys.executable, __file__]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return answer
+        super().__init__(__file__)
 
     def run(self, schedule: Path, output: Path, *overrides: str, pause: str = "", **options: Any) -> Child:
         """Begin a run; `options` are those of `engine.run.run`."""
@@ -71,54 +45,17 @@ class WarmParent:
             "pause": pause,
             "options": options,
         }
-        return Child(self, self.ask(question)["pid"], output)
-
-    def close(self) -> None:
-        self._process.communicate(timeout=60)
+        return Child(self, self.fork(question, output), output)
 
 
-def serve() -> None:
-    import torch
-
-    import engine.run  # noqa: F401  the import is what is to be warm
-
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        question = json.loads(line)
-        if "wait" in question:
-            _, status = os.waitpid(question["wait"], 0)
-            answer = {"code": os.waitstatus_to_exitcode(status)}
-        else:
-            pid = os.fork()
-            if not pid:
-                be_a_run(question)
-            answer = {"pid": pid}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-def be_a_run(question: dict[str, Any]) -> None:
-    code = 1
-    try:
-        output = Path(question["output"])
-        said = os.open(output.with_name(f"{output.name}.said"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        code = run_and_tell(question, output)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def run_and_tell(question: dict[str, Any], output: Path) -> int:
+def be_a_run(question: dict[str, Any]) -> int:
     import traceback
 
     from engine.errors import EngineError
     from engine.run import run
     from engine.schedule import load_schedule
 
+    output = Path(question["output"])
     marker = output.with_name(f"{output.name}.{REACHED}")
     if question["pause"]:
         PAUSES[question["pause"]](lambda: pause(marker))
@@ -238,4 +175,4 @@ PAUSES = {
 
 
 if __name__ == "__main__":
-    serve()
+    serve(be_a_run)
