@@ -63,6 +63,14 @@ def demo(name: str, schedule: str, *changes: str, gpus: int = 2) -> Check:
     return run_of(name, schedule, [*DEMO_CHANGES, *changes], 50, 240, gpus)
 
 
+def killed(name: str, schedule: str) -> Check:
+    """50 steps with the built-in target, killed twice on the way and resumed."""
+    words = ["-m", "tools.kill_and_resume", f"schedules/{schedule}.toml", f"{{logs}}/{name}", "--kills", "2"]
+    for change in (*DEMO_CHANGES, "run.save_every=10"):
+        words += ["--set", change]
+    return Check(name, [*words, "--", "--steps", "50"], 400, 2)
+
+
 def large(name: str, schedule: str, *changes: str, gpus: int, steps: int = 16) -> Check:
     """Qwen3.6-27B's shape with random weights on random documents."""
     return run_of(name, schedule, [*LARGE, *changes], steps, 420, gpus)
@@ -169,6 +177,21 @@ GROUPS: dict[str, list[list[Check]]] = {
             large("large-colocated", "qwen3_6_27b_1gpu", lanes([1], [1]), gpus=2, steps=4),
             Check("memory-cap", ["-m", "pytest", "-q", "-s", "tests/test_memory_cap.py"], 420),
         ]
+    ],
+    "trust": [
+        [
+            Check(
+                "trust",
+                ["-m", "pytest", "-q", "-s", "-m", "gpu", "tests/test_device_trust.py"]
+                + ["tests/test_replica_check.py", "tests/test_resume_writer.py", "tests/test_heartbeat.py"],
+                300,
+                gpus=2,
+            )
+        ]
+    ],
+    "resume": [
+        [demo("unbroken", "colocated", "run.save_every=10"), killed("again", "colocated")],
+        [compared("again", "unbroken")],
     ],
     "tuning-memory": [
         [Check("tuning-memory", ["-m", "pytest", "-q", "-s", "tests/test_tuning_memory.py"], 500)]
