@@ -77,7 +77,8 @@ class RunLanes:
         try:
             return self.scheduler.run(first, last, finished)
         except StageFailure as failure:
-            failure.advise(self._documents(failure))
+            for line in self._documents(failure):
+                failure.add(line)
             device = failure.lane.partition("@")[2]
             if failure.exit_code == OutOfMemory.exit_code and device in self.memory.devices:
                 failure.advise(self.memory.advice(device))

@@ -130,7 +130,7 @@ class PlainTrainer:
             place = self._loop.progress.place(LANE)
             failure = StageFailure(place, LANE, error, {})
             if place.micro_batch is not None:
-                failure.advise([listed(self._loop.parts.plan.train.document_ids(place.micro_batch))])
+                failure.add(listed(self._loop.parts.plan.train.document_ids(place.micro_batch)))
             raise failure from error
         finally:
             self._loop.progress.leave(LANE)

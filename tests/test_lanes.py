@@ -239,7 +239,7 @@ def test_a_failed_stage_names_its_documents(project: Path) -> None:
     with pytest.raises(StageFailure, match="micro-batch 0") as found:
         lanes.train(0, 2, lambda row: None)
     ids = parts.plan.train.micro_batch(0).document_ids.tolist()
-    assert f"its documents: {', '.join(map(str, ids))}" in str(found.value)
+    assert str(found.value).endswith(f"'planted'\nits documents: {', '.join(map(str, ids))}")
 
 
 def test_a_run_on_lanes_writes_the_losses_of_the_plain_loop(project: Path, tmp_path: Path) -> None:

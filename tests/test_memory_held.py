@@ -64,6 +64,7 @@ def test_out_of_memory_on_a_lane_ends_with_the_schedule_lines_that_lower_it(tmp_
     with pytest.raises(StageFailure, match="pack, micro-batch 0, step 1 on target.0@cpu") as caught:
         lanes.train(0, 1, lambda row: None)
     assert caught.value.exit_code == 3
+    assert "what lowers the need:\n" in str(caught.value)
     assert "\n  - lower data.token_budget (256)" in str(caught.value)
 
 

@@ -69,8 +69,11 @@ class StageFailure(EngineError):
 
     def advise(self, lines: Sequence[str]) -> None:
         """Append what would help to the message."""
-        advice = "".join(f"\n  - {line}" for line in lines)
-        self.args = (f"{self.args[0]}\nwhat lowers the need:{advice}",)
+        self.add("what lowers the need:" + "".join(f"\n  - {line}" for line in lines))
+
+    def add(self, line: str) -> None:
+        """Append a line to the message."""
+        self.args = (f"{self.args[0]}\n{line}",)
 
 
 @attrs.frozen
