@@ -103,9 +103,9 @@ class Interrupts:
         Args:
             stop: called in a thread when somebody asks; lets the step under way be finished.
         """
-        again, self._stop, self._begun = self._begun, stop, True
+        self._stop, self._begun = stop, True
         try:
-            if self.asked is not None and again:  # between this stretch of steps and the last one
+            if self.asked is not None:  # while nobody was there to be told
                 stop()
             yield
         finally:

@@ -115,13 +115,14 @@ class PlainTrainer:
         Raises:
             StageFailure: names stage and micro-batch, and their documents.
         """
-        self._ends = False
-        for step in range(first, last):
-            row = self._step(step)
-            on_step(row)
-            if self._ends:
-                return step + 1
-        return last
+        try:
+            for step in range(first, last):
+                on_step(self._step(step))
+                if self._ends:
+                    return step + 1
+            return last
+        finally:  # and not at the beginning, or what was asked just before would be forgotten
+            self._ends = False
 
     def _step(self, step: int) -> dict[str, Any]:
         try:

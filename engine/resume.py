@@ -17,7 +17,7 @@ from engine.dflash.decoding import Evaluation
 from engine.drift import OPTIMIZER, differences
 from engine.errors import CheckpointError
 from engine.planning import RunPlan
-from engine.run_folder import RunFolder
+from engine.run_folder import LATEST, RunFolder
 from engine.training_parts import TrainingParts
 
 Say = Callable[[str], None]
@@ -61,6 +61,12 @@ def find_resume(
         say(line)
         folder.log(line)
 
+    latest = folder.checkpoints / LATEST
+    if latest.is_dir() and not latest.is_symlink():
+        raise CheckpointError(
+            f"{latest}: is a folder and no link, as a copy that followed links leaves it; remove it, the "
+            "checkpoints beside it are looked through"
+        )
     for line in clear_leftovers(folder):
         log(line)
     found = find_whole(folder, lambda line: log(f"warning: {line}"))
@@ -116,6 +122,8 @@ def first_row(evaluation: Evaluation) -> dict[str, float]:
 def first_evaluation(folder: RunFolder) -> Evaluation | None:
     """The drafter before its first step on held-out text, as `first_row` wrote it down; None without one."""
     path = folder.path / "metrics.jsonl"
+    if not path.exists():
+        return None
     names = {field.name: FIRST.get(field.name, field.name) for field in attrs.fields(Evaluation)}
     with path.open("rb") as file:
         for line in file:

@@ -190,7 +190,8 @@ def _run(
             folder, parts, facts=facts, drift=resumed.drift, told=told, say=report.message
         ) as writer:
             trained = train_in_stretches(parts, trainer, report, writer, guard, resumed, last)
-        plan.host.tell("run_finished", step=trained.step, folder=folder.path)
+        with guard.watchdog.over("telling plugins of the end"):
+            plan.host.tell("run_finished", step=trained.step, folder=folder.path)
     except Interrupted as interrupted:  # no step was begun, or it would have been finished
         report.status("stopped", exit_code=interrupted.exit_code, error=str(interrupted))
         plan.host.tell_failure(interrupted)
@@ -203,7 +204,7 @@ def _run(
         raise
     finally:
         panel.close()
-    if trained.step == last:
+    if trained.step >= last:
         report.status("done")
     else:
         _end_early(guard, report, trained.step, last)

@@ -10,6 +10,7 @@ long enough for that, and no open file can hold back a row when the process is k
 folder is never emptied of what no run wrote.
 """
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -145,8 +146,16 @@ class RunFolder:
 
     def _append(self, name: str, line: bytes) -> None:
         path = self.path / name
-        with disk_errors(path), path.open("ab") as file:
-            file.write(line)
+        with disk_errors(path), path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                rest = memoryview(line)
+                while rest:  # a disk that fills up takes a part
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)  # half a line would stand in the way of a resume
+                raise
 
 
 def create_run_folder(

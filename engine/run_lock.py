@@ -9,6 +9,7 @@ The file holds number and host of the process, for the message that the second r
 the run ends, so that a finished folder says nothing about the host.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -85,9 +86,12 @@ class RunLock:
         if self._path is not None:
             # Removed while it is held: whoever opened it meanwhile sees that it is gone and opens anew.
             # It may be gone already, with all of a run that was discarded, and another's stand there.
-            if _is_at(self._descriptor, self._path):
-                self._path.unlink()
-            os.close(self._descriptor)
+            # A disk that fails by now must not stand in for how the run ended; closing lets go anyway.
+            with contextlib.suppress(OSError):
+                if _is_at(self._descriptor, self._path):
+                    self._path.unlink()
+            with contextlib.suppress(OSError):
+                os.close(self._descriptor)
             self._path = None
         for folder in reversed(self._made):
             try:

@@ -40,8 +40,8 @@ def _rows_up_to(path: Path, lines: list[bytes], step: int) -> list[bytes]:
         if not line.strip():
             continue
         try:
-            row_step = orjson.loads(line)["step"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
+            row_step = int(orjson.loads(line)["step"])
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{path}: line {number} is no row with a step; mend or remove it before resuming"
             ) from None

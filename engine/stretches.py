@@ -87,7 +87,8 @@ def train_in_stretches(
         report.status("evaluating")
         with guard.watchdog.over("evaluation") as further:
             before = _evaluate(parts, plan.held_out, 0, further)
-        report.evaluated(0, first_row(before))
+        with guard.watchdog.over("reporting an evaluation"):
+            report.evaluated(0, first_row(before))
     checkpoint = None
     step = saved = start
     while step < last:
@@ -107,8 +108,9 @@ def train_in_stretches(
             report.status("evaluating")
             with guard.watchdog.over("evaluation") as further:
                 after = _evaluate(parts, plan.held_out, step, further)
-            report.step(stretch.held_back | after.row(), trainer.drain())
-            report.evaluated(step, after.row())
+            with guard.watchdog.over("reporting an evaluation"):
+                report.step(stretch.held_back | after.row(), trainer.drain())
+                report.evaluated(step, after.row())
         with guard.watchdog.over("waiting for the devices"):
             report.timings(trainer.flush())
         ends = step == last or (guard.asked is not None and step > start)

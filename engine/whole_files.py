@@ -105,7 +105,11 @@ def replace_link(path: Path, target: str) -> None:
     partial = partial_path(path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}"))
     with disk_errors(path):
         partial.symlink_to(target)
-        partial.replace(path)
+        try:
+            partial.replace(path)
+        except OSError:
+            partial.unlink()
+            raise
 
 
 def flush(path: Path) -> None:

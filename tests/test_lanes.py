@@ -16,7 +16,7 @@ from small_runs import ONE_LANE_EACH, assembled, plain_loop, small_project
 
 from engine.errors import NonFinite
 from engine.lanes import open_run_lanes
-from engine.plain import train_step
+from engine.plain import PlainTrainer, train_step
 from engine.run import run
 from engine.runtime.failure import StageFailure
 from engine.schedule import load_schedule
@@ -279,3 +279,13 @@ def test_a_lanes_first_row_of_a_length_runs_alone_where_attention_compiles(
     overlaps.clear()
     lanes.scheduler.run(1, 4, None)
     assert any(overlaps), "later rows of a length run side by side"
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_end_that_is_asked_for_before_the_first_step_lets_one_be_done(project: Path, plain: bool) -> None:
+    parts = assembled(project, ONE_LANE_EACH)
+    trainer = PlainTrainer(parts) if plain else open_run_lanes(parts)
+    trainer.request_stop()
+    rows: list[dict] = []
+    assert trainer.train(0, 3, rows.append) == 1 and len(rows) == 1
+    assert trainer.train(1, 3, rows.append) == 3 and len(rows) == 3  # asked once, heeded once

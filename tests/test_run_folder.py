@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -375,3 +376,19 @@ def test_the_environment_names_versions_and_devices_and_no_secret(monkeypatch: p
     assert set(facts["versions"]) >= {"torch", "triton", "transformers", "fla"}
     assert facts["devices"][0] == {"name": "cpu"}
     assert "secret" not in text and os.uname().nodename not in text
+
+
+def test_a_row_that_a_full_disk_takes_half_of_is_taken_back(tmp_path: Path) -> None:
+    folder = create_run_folder(tmp_path / "runs", "small")
+    folder.append_metrics({"step": 1})
+    before = (folder.path / "metrics.jsonl").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, limits[1]))
+    try:
+        with pytest.raises(DiskError, match="metrics.jsonl"):
+            folder.append_metrics({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert (folder.path / "metrics.jsonl").read_bytes() == before

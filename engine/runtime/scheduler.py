@@ -53,7 +53,8 @@ class _Run:
 
     def end_after(self, step: int) -> None:
         with self.lock:
-            self.end = min(self.end, max(step, self.begun) + 1)
+            # A run that is asked to end before its first step has begun does that one.
+            self.end = min(self.end, max(step, self.begun, self.first) + 1)
 
     def begin(self, step: int) -> bool:
         """Whether a drafter lane may begin a step; once one has, all will finish it."""
