@@ -145,6 +145,8 @@ def test_hanging_up_ends_nothing(server: CommandServer, project: Path, tmp_path:
 def test_what_goes_to_a_terminal_that_has_gone_goes_nowhere() -> None:
     keeper, terminal = pty.openpty()
     saved = os.dup(2)
+    # Whoever started the tests may have had hanging up ignored already, as nohup does.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         os.dup2(terminal, 2)
         os.close(terminal)
@@ -163,6 +165,7 @@ def test_what_goes_to_a_terminal_that_has_gone_goes_nowhere() -> None:
             else:
                 pytest.fail("the terminal was not let go")
     finally:
+        signal.signal(signal.SIGHUP, before)
         os.dup2(saved, 2)
         os.close(saved)
 
