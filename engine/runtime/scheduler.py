@@ -310,9 +310,9 @@ class Scheduler:
         turn = self.serializer.exclusive(stage.exclusive, lane) if stage.exclusive else nullcontext()
         with turn as wait:
             span = lane.begin(stage.name, micro_batch=micro_batch, step=step)
-            before = self.serializer.counts(lane.name)
+            before = self.serializer.own_counts()
             result = self._works[stage.name](lane, number, cargo)
-            span.launches = self.serializer.counts(lane.name) - before
+            span.launches = self.serializer.own_counts() - before
             lane.end(span)
         if wait is not None:
             span.wait(wait)

@@ -268,6 +268,10 @@ class Serializer:
         """Whether a lane compiles or tunes now: that takes minutes, and others may wait for it."""
         return self._compiling._holder is not None or any(state.tunings for state in list(self._threads))
 
+    def own_counts(self) -> LaunchCounts:
+        """The same for the calling thread alone; as quick however many threads there have been."""
+        return total([self._states.mine])
+
     # What lanes take turns at
 
     @contextmanager
