@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
+from engine.bench_cli import bench_app
 from engine.errors import EngineError, ScheduleError, exit_code_of, words
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 ScheduleFile = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="a TOML file, see schedules/")]
 Overrides = Annotated[
@@ -122,11 +124,12 @@ def verify(
     files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="reference files")],
     device: Annotated[str, typer.Option(help="cpu or cuda:<n>")] = "cpu",
     attention: Annotated[str, typer.Option(help="dense or flex")] = "dense",
+    compiled: Annotated[bool, typer.Option("--compiled", help="as plugins.lazy_compile compiles")] = False,
 ) -> None:
     """Recompute reference files; exit code 7 where the difference is beyond the tolerance."""
     from engine.verify import verify_files
 
-    verify_files(files, device_name=device, attention=attention)
+    verify_files(files, device_name=device, attention=attention, compiled=compiled)
 
 
 @app.command("plugins")

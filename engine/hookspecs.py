@@ -8,8 +8,10 @@ those that a method does not need may be left out. docs/plugins.md has a complet
 Hooks that **choose** have one answer. They are asked in the order of precedence (plugins named in
 the schedule, installed ones, the defaults) and None passes the question on. They are called in the
 main thread while a run is set up, never during it; what they return is what lanes call later, so
-each says in which thread that is. Hooks that **watch** are told, all of them, in the main thread,
-in the same order; what they return is ignored.
+each says in which thread that is. Hooks that **wrap** are asked likewise, all of them and from the
+inside out: the defaults first, then installed plugins, then the schedule's in the order in which they
+are named; each is given what the one before returned, and None leaves it as it is. Hooks that **watch**
+are told, all of them, in the main thread, in the order of precedence; what they return is ignored.
 
 Locks, events and streams come from the lane that a strategy is given, and from nowhere else. An
 exception in a hook ends the run and names plugin and hook.
@@ -138,7 +140,8 @@ def make_optimizer(parameters: dict[str, torch.nn.Parameter], train: Train) -> t
     Drafters may share the masters out, so it is called once per share and an update may not depend
     on other parameters. Its state is one dictionary of tensors per parameter, which is what a
     checkpoint keeps. The engine sums, divides and clips gradients, sets `lr` in every parameter group
-    before a step, and calls `step` on a drafter's lane.
+    before a step, and calls `step` on a drafter's lane: once, or with `train.gradient_dtype = "bfloat16"`
+    several times, with the gradients of some parameters each time and None at the others.
     """
 
 
@@ -189,6 +192,14 @@ def load_target(
 
 
 @hookspec(firstresult=True)
+def make_stage(name: str, schedule: Schedule) -> StageWork | None:
+    """What a `[[stage]]` of this name does, if it is this plugin's; one of the five may be replaced."""
+
+
+# Hooks that wrap: their first argument is what the plugin before returned
+
+
+@hookspec
 def wrap_drafter(drafter: Drafter, lane: Lane, serializer: Serializer) -> Drafter | None:
     """The drafter as one lane will call it, compiled for example.
 
@@ -198,18 +209,13 @@ def wrap_drafter(drafter: Drafter, lane: Lane, serializer: Serializer) -> Drafte
     """
 
 
-@hookspec(firstresult=True)
+@hookspec
 def wrap_target(target: Target, lane: Lane, serializer: Serializer) -> Target | None:
-    """The target as one lane will call it: fused kernels, CUDA graphs.
+    """The target as one lane will call it: fused kernels, 8-bit products, CUDA graphs.
 
-    Called once per target lane, when its weights are in place. `forward_taps` of what comes back returns
-    tensors that later calls leave alone.
+    Called once per target lane, when its weights are in place; lanes on one device are given the same
+    target. `forward_taps` of what comes back returns tensors that later calls leave alone.
     """
-
-
-@hookspec(firstresult=True)
-def make_stage(name: str, schedule: Schedule) -> StageWork | None:
-    """What a `[[stage]]` of this name does, if it is this plugin's; one of the five may be replaced."""
 
 
 # Hooks that watch

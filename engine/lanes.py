@@ -22,6 +22,7 @@ from engine.stages.optimizer import Optimizer
 from engine.stages.pack import Pack
 from engine.stages.target_forward import TargetForward
 from engine.stages.transfer import Transfer
+from engine.target.loading import Target
 from engine.training_parts import TrainingParts
 from engine.warm_up import Readied, WarmUp
 
@@ -55,6 +56,9 @@ class RunLanes:
         """
         if self.serializer.fallback:
             say(self.serializer.fallback)
+        for line in dict.fromkeys(notes_of(target) for target in self.warming.parts.targets):
+            if line:
+                say(line)
         return attrs.evolve(self.warming, kinds=kinds).run(say)
 
     def train(self, first: int, last: int, on_step: Callable[[dict[str, Any]], None]) -> int:
@@ -164,8 +168,14 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
         forward=_of(works["target-forward"], TargetForward),
         drafter=_of(works["drafter-fwd-bwd"], DrafterForwardBackward),
     )
-    watch = LaunchWatch(serializer, scheduler.places)
+    counted = [getattr(getattr(target, "walk", None), "eager", None) for target in targets.values()]
+    watch = LaunchWatch(serializer, scheduler.places, [eager for eager in counted if eager is not None])
     return RunLanes(scheduler, timings, serializer, warming, watch, plan.memory)
+
+
+def notes_of(target: Target) -> str:
+    """What wrappers noted about a target, on a line; empty without any."""
+    return "; ".join(f"{target.device}: {topic}: {note}" for topic, note in target.notes.items())
 
 
 def _of(work: StageWork, kind: type[Work]) -> Work | None:
@@ -180,18 +190,16 @@ def _synchronize(lanes: Mapping[str, Lane]) -> None:
 
 
 def _wrap(parts: TrainingParts, lanes: Mapping[str, Lane], serializer: Serializer) -> None:
-    """Let a plugin stand between a lane and its model, for compiling or fusing."""
+    """Let plugins stand between a lane and its model, for compiling or fusing."""
     host, graph = parts.plan.host, parts.plan.graph
     for rank, spec in enumerate(graph.target_lanes):
         target = parts.targets[rank]
-        wrapped = host.choose("wrap_target", target=target, lane=lanes[spec.name], serializer=serializer)
-        parts.targets[rank] = wrapped or target
+        lane = lanes[spec.name]
+        parts.targets[rank] = host.wrap("wrap_target", target, lane=lane, serializer=serializer)
     for rank, spec in enumerate(graph.drafter_lanes):
         part = parts.drafters[rank]
-        wrapped = host.choose(
-            "wrap_drafter", drafter=part.drafter, lane=lanes[spec.name], serializer=serializer
-        )
-        part.drafter = wrapped or part.drafter
+        lane = lanes[spec.name]
+        part.drafter = host.wrap("wrap_drafter", part.drafter, lane=lane, serializer=serializer)
 
 
 def largest_parcel(parts: TrainingParts) -> int:

@@ -16,6 +16,7 @@ import attrs
 
 from engine.dflash.attention import BLOCKS_PER_PIECE
 from engine.dflash.configuration import DrafterConfig
+from engine.dflash.masters import PIECE
 
 DELTA_RULE_CHUNK = 64
 """Tokens between two recurrent states that the chunked gated delta rule keeps."""
@@ -96,6 +97,10 @@ class DrafterLane:
     turns: int
     """Micro-batches of one step that this lane trains on."""
     noise: bool
+    checkpointing: bool
+    """Whether only a layer's input is kept, and the layer is run again in the backward pass."""
+    wide: bool
+    """Whether gradient sums are float32; else they are the gradients themselves."""
     split_fc: bool
     flex: bool
     fused_norm: bool
@@ -128,8 +133,12 @@ class DrafterLane:
     def moments(self) -> int:
         return 2 * self.parameters * 4 // self.lanes
 
-    def block_activations(self) -> int:
-        """What autograd keeps of the blocks' Q rows until the backward pass, over all layers."""
+    def block_activations(self, layers: int | None = None) -> int:
+        """What autograd keeps of the blocks' Q rows until the backward pass.
+
+        Args:
+            layers: of how many everything is kept, and of the others their inputs; all by default.
+        """
         c, e = self.config, self.e
         H, F = c.hidden_size, c.intermediate_size
         A, K = c.heads * c.head_dim, c.kv_heads * c.head_dim
@@ -145,7 +154,9 @@ class DrafterLane:
             piece = min(BLOCKS_PER_PIECE, self.anchors)
             row += A * e  # the pieces' outputs, beside the joined one
             row += (self.longest + piece * c.block_size) * e  # a query's row of the mask, as a bias
-        return Q * (c.layers * row + H * norm + 2 * c.head_dim * 4)  # final norm; cosines and sines
+        layers = c.layers if layers is None else layers
+        inputs = (c.layers - layers) * H * e
+        return Q * (layers * row + inputs + H * norm + 2 * c.head_dim * 4)  # final norm; cosines and sines
 
     def context_activations(self, layers: int | None = None) -> int:
         """What autograd keeps of the context's T rows: taps, projection, norm, each layer's k and v.
@@ -167,38 +178,60 @@ class DrafterLane:
         c, e, P = self.config, self.e, self.parameters
         H, F = c.hidden_size, c.intermediate_size
         Q = self.anchors * c.block_size
-        blocks, context = self.block_activations(), self.context_activations()
-        sums = [Item("gradient sums (float32)", 4 * P)]
+        # Checkpointed, all layers keep their inputs, and one at a time the rest, in the backward pass.
+        all_at_once = c.layers if not self.checkpointing else 0
+        one_more = max(all_at_once, 1)
+        narrower = () if self.own else ("train.gradient_dtype",)
+        sums = [Item("gradient sums (float32)", 4 * P, narrower)]
+        if not self.wide:
+            sums = [Item("gradient sums", e * P)]
         # In the lane's first turn of a step there are none yet.
         earlier = sums if self.turns > 1 else []
-        kept = [
-            Item("drafter activations, blocks", blocks, ("data.max_anchors", *to_bfloat16)),
-            Item("drafter activations, context", context, ("data.token_budget", *to_bfloat16)),
-        ]
+        cures = () if self.checkpointing else ("train.checkpointing",)
+
+        def kept(layers: int) -> list[Item]:
+            blocks, context = self.block_activations(layers), self.context_activations(layers)
+            return [
+                Item("drafter activations, blocks", blocks, ("data.max_anchors", *cures, *to_bfloat16)),
+                Item("drafter activations, context", context, ("data.token_budget", *to_bfloat16)),
+            ]
+
         rows = self.anchors * (c.block_size - 1)
         # Logits and log-sum-exp's temporary; a chunk's are gone before the next one's are made.
         logits = 2 * min(self.chunk, rows) * c.vocab_size * 4
         loss = [
             *earlier,
-            *kept,
+            *kept(all_at_once),
             Item("hidden states at the head", 3 * Q * H * e, ("data.max_anchors",)),
             Item("vocabulary chunk (float32)", logits, ("train.loss_chunk",)),
         ]
         begin = [
             *earlier,
-            *kept,
+            *kept(one_more),
             Item("backward, last layer", Q * (2 * F + 3 * H) * e, ("data.max_anchors",)),
         ]
         fc = len(c.target_layer_ids) * H * H * e
+        largest = max(fc // e, H * F)
+        blocks, rest = kept(1)
+        first = self.block_activations() // c.layers
         layer = [
-            attrs.evolve(kept[0], what="drafter activations, first layer", bytes=blocks // c.layers),
-            attrs.evolve(kept[1], bytes=self.context_activations(layers=1)),
+            attrs.evolve(blocks, what="drafter activations, first layer", bytes=first),
+            rest,
             # A slice's gradient is as large as the whole matrix until it is added.
             Item("projection's gradients of its parts", 2 * fc if self.split_fc else 0),
         ]
-        end = [*earlier, Item("drafter gradients", P * e), *layer]
-        exchanged = 4 * P * (self.lanes - 1) // self.lanes
-        optimizer = [*sums, Item("the other drafters' sums of this share", exchanged)]
+        if self.wide or not earlier:
+            gradients = Item("drafter gradients", P * e)
+        else:  # each is added to what is there as soon as it is made
+            gradients = Item("the largest gradient", largest * e)
+        end = [*earlier, gradients, *layer]
+        exchanged = sums[0].bytes * (self.lanes - 1) // self.lanes
+        share = 4 * P // self.lanes
+        optimizer = [
+            *sums,
+            Item("the other drafters' sums of this share", exchanged),
+            Item("float32 gradients of a piece", 0 if self.wide else min(share, 4 * max(PIECE, largest))),
+        ]
         return [loss, begin, end, optimizer]
 
     @property

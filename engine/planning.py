@@ -100,6 +100,7 @@ def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
         max_anchors=schedule.data.max_anchors,
         seed=schedule.run.seed,
         context_noise=schedule.train.context_noise,
+        checkpointing=schedule.train.checkpointing,
     )
     train, held_out = _open_data(schedule, summary, host)
     plan = _batches(schedule, train)

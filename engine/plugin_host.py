@@ -2,14 +2,15 @@
 
 Precedence is decided here and not by pluggy's order of registration alone: for a hook that chooses,
 the schedule's plugins are asked before the installed ones and those before the defaults, and two
-plugins of the schedule that both answer are an error rather than a race. The built-in strategies are
-plugins in a plain tuple and come through the same door as a stranger's.
+plugins of the schedule that both answer are an error rather than a race. A hook that wraps goes the
+other way round, so that the schedule's plugins stand outermost and see what the defaults made. The
+built-in strategies are plugins in a plain tuple and come through the same door as a stranger's.
 """
 
 import difflib
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import attrs
 import pluggy
@@ -37,11 +38,14 @@ DEFAULT_PLUGINS = (
     "plugins.block_attention",
     "plugins.prepared_documents",
     "plugins.huggingface_target",
+    "plugins.fused_target",
 )
-"""Asked last, in this order."""
+"""Asked last, in this order; where a hook wraps, first."""
 
 ANSWERED_BY_NAME = frozenset({"make_objective", "make_stage", "open_data_source", "load_target"})
 """Hooks whose question names something: two plugins may have them, for different names."""
+
+Thing = TypeVar("Thing")
 
 ORIGINS: tuple[Origin, ...] = ("schedule", "installed", "default")
 
@@ -58,7 +62,7 @@ class PluginError(EngineError):
 
 @attrs.frozen(eq=False)
 class PluginHost:
-    """The plugins of a run, in order of precedence, and the two ways to call them."""
+    """The plugins of a run, in order of precedence, and the three ways to call them."""
 
     plugins: tuple[LoadedPlugin, ...]
     _manager: pluggy.PluginManager = attrs.field(alias="manager", repr=False)
@@ -115,6 +119,18 @@ class PluginHost:
             raise InputError(f"{key} = {shown(name)}: no plugin's {hook} answers to it: {found}; {advice}")
         return answer
 
+    def wrap(self, hook: str, thing: Thing, **question: Any) -> Thing:
+        """Let every plugin that has a wrapping hook put something around `thing`, from the inside out.
+
+        Raises:
+            PluginError: one of them raised.
+        """
+        given = next(iter(inspect.signature(getattr(hookspecs, hook)).parameters))
+        for plugin, implementation in self._implementations(hook):
+            wrapped = _call(plugin, implementation, hook, {given: thing, **question})
+            thing = thing if wrapped is None else wrapped
+        return thing
+
     def tell(self, hook: str, **news: Any) -> None:
         """Tell every plugin that watches.
 
@@ -133,7 +149,7 @@ class PluginHost:
                 error.add_note(str(second))
 
     def answering(self, hook: str) -> list[LoadedPlugin]:
-        """Who has a hook, in the order in which they are asked or told."""
+        """Who has a hook, in the order in which they are asked, told or let wrap."""
         return [plugin for plugin, _ in self._implementations(hook)]
 
     def hooks_of(self, plugin: LoadedPlugin) -> list[str]:
@@ -142,8 +158,13 @@ class PluginHost:
 
     def _implementations(self, hook: str) -> Iterator[tuple[LoadedPlugin, pluggy.HookImpl]]:
         by_instance = {id(plugin.instance): plugin for plugin in self.plugins}
-        for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls()):
-            yield by_instance[id(implementation.plugin)], implementation
+        found = [
+            (by_instance[id(implementation.plugin)], implementation)
+            for implementation in reversed(getattr(self._manager.hook, hook).get_hookimpls())
+        ]
+        if kind_of(hook) == "wrap":  # stable, so that plugins of one origin keep the order they are named in
+            found.sort(key=lambda pair: ORIGINS.index(pair[0].origin), reverse=True)
+        yield from found
 
 
 def load_plugins(named: Sequence[Plugin] = ()) -> PluginHost:
@@ -195,7 +216,7 @@ def host_of(plugins: Sequence[LoadedPlugin]) -> PluginHost:
                     f"plugin {plugin.name}: {hook} is a hook wrapper, which would stand outside the order of "
                     "precedence; write it as a plain hook"
                 )
-        if is_single_answer(hook) and hook not in ANSWERED_BY_NAME:
+        if kind_of(hook) == "choose" and hook not in ANSWERED_BY_NAME:
             rivals = [plugin for plugin in host.answering(hook) if plugin.origin == "schedule"]
             if len(rivals) > 1:
                 raise PluginRefused(_two_answers(hook, rivals))
@@ -207,9 +228,11 @@ def hook_names() -> list[str]:
     return [name for name, value in vars(hookspecs).items() if hasattr(value, f"{PROJECT}_spec")]
 
 
-def is_single_answer(hook: str) -> bool:
-    """Whether a hook chooses; the others watch."""
-    return bool(getattr(getattr(hookspecs, hook), f"{PROJECT}_spec")["firstresult"])
+def kind_of(hook: str) -> Literal["choose", "wrap", "watch"]:
+    """What a hook is for, and with that who is asked or told, and in which order."""
+    if getattr(getattr(hookspecs, hook), f"{PROJECT}_spec")["firstresult"]:
+        return "choose"
+    return "wrap" if hook.startswith("wrap_") else "watch"
 
 
 def register_installed_commands(app: Any) -> None:

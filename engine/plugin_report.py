@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from engine import hookspecs
-from engine.plugin_host import PluginHost, hook_names, is_single_answer
+from engine.plugin_host import PluginHost, hook_names, kind_of
+
+KINDS = {"choose": "first answer", "wrap": "each wraps", "watch": "all are told"}
 
 
 def describe_plugins(host: PluginHost) -> dict[str, Any]:
@@ -24,7 +26,8 @@ def describe_plugins(host: PluginHost) -> dict[str, Any]:
             {
                 "hook": hook,
                 "about": first_line(getattr(hookspecs, hook).__doc__),
-                "single_answer": is_single_answer(hook),
+                "kind": kind_of(hook),
+                "single_answer": kind_of(hook) == "choose",
                 "plugins": [plugin.name for plugin in host.answering(hook)],
             }
             for hook in hook_names()
@@ -57,8 +60,7 @@ def print_plugins(host: PluginHost, console: Console) -> None:
     for heading in ("hook", "kind", "plugins"):
         table.add_column(heading, overflow="fold")
     for hook in described["hooks"]:
-        kind = "first answer" if hook["single_answer"] else "all are told"
-        table.add_row(hook["hook"], kind, Text("\n".join(hook["plugins"]) or "–"))
+        table.add_row(hook["hook"], KINDS[hook["kind"]], Text("\n".join(hook["plugins"]) or "–"))
     console.print(table)
     lines = []
     for plugin in described["plugins"]:

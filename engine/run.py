@@ -37,6 +37,7 @@ from engine.run_folder import RunFolder, check_run_folder, create_run_folder
 from engine.run_lock import RunLock
 from engine.runtime.tuning_cache import TuningCache, cache_folder, fingerprint
 from engine.schedule import Schedule
+from engine.shape_buckets import shape_buckets
 from engine.stretches import train_in_stretches
 from engine.target.taps import check_taps
 from engine.training_parts import TrainingParts, load_parts, peak_memory
@@ -132,6 +133,7 @@ def _run(
     torch.set_num_threads(schedule.run.cpu_threads)
     plan = plan_run(schedule, one_lane_each=plain)
     print_plan(plan, console)
+    console.print(str(shape_buckets(plan)), highlight=False, soft_wrap=True)
     most = None if schedule.run.gpu_memory_gb is None else int(schedule.run.gpu_memory_gb * GB)
     check_fits(plan.memory, free_memory(plan.memory.devices, most), force)
     cap_gpu_memory(plan.memory.devices, most)
@@ -147,7 +149,7 @@ def _run(
     heartbeat = held.enter_context(Heartbeat(folder, say))
     heartbeat.planned(resumed.step, last, resumed.checkpoint)
     guard.keeps(folder, heartbeat)
-    tuned = held.enter_context(_tuning_results(say)) if plan.on_gpus else None
+    tuned = held.enter_context(tuning_results(say)) if plan.on_gpus else None
     try:
         check_first_room(plan, folder.path, say)
         links = probed_links(plan.devices, say)
@@ -228,7 +230,7 @@ def _run(
 
 
 @contextmanager
-def _tuning_results(say: Callable[[str], None]) -> Iterator[TuningCache]:
+def tuning_results(say: Callable[[str], None]) -> Iterator[TuningCache]:
     """What earlier runs tuned, for this one; what it tunes is kept, however it ends."""
     tuned = TuningCache(fingerprint(), cache_folder(), say)
     tuned.install()

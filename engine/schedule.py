@@ -175,6 +175,10 @@ class Train:
     """Train without context: the control that shows what the taps are worth."""
     loss_chunk: Count = 1024
     """Slots whose logits over the vocabulary exist at a time."""
+    gradient_dtype: Dtype = "float32"
+    """Of gradients summed over a step's micro-batches; `bfloat16`: of a bfloat16 drafter, less memory."""
+    checkpointing: bool = False
+    """Whether a layer's activations are computed again in the backward pass: less memory, more time."""
 
 
 @attrs.frozen(kw_only=True)
@@ -312,6 +316,11 @@ def _disagreements(schedule: Schedule) -> Iterator[str]:
         yield (
             f'layout = {shown(schedule.layout)}: shares out what devices = "auto" finds, and [devices] '
             "lists its lanes itself; keep one of the two"
+        )
+    if train.gradient_dtype == "bfloat16" and schedule.drafter.dtype == "float32":
+        yield (
+            'train.gradient_dtype = "bfloat16": drafter.dtype = "float32", whose gradients are float32; '
+            'set drafter.dtype = "bfloat16" too, or leave the key out'
         )
     if train.min_lr > train.lr:
         yield f"train.min_lr = {train.min_lr}: larger than train.lr = {train.lr}; lower it"

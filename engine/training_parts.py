@@ -145,7 +145,12 @@ def make_drafters(
             )
             return optimizer
 
-        masters = Masters(drafter, make_optimizer, share_out(sizes, len(devices))[rank])
+        masters = Masters(
+            drafter,
+            make_optimizer,
+            share_out(sizes, len(devices))[rank],
+            gradient_dtype=getattr(torch, train.gradient_dtype),
+        )
         counts = BlockCounts.zeros(config.block_size, device)
         parts.append(DrafterPart(drafter, masters, shared[device], counts))
     return parts

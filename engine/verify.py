@@ -3,11 +3,12 @@
 A reference file holds a drafter's weights, one training step's inputs, and the loss, hidden states
 and gradients that somebody else's released code computed from them in float32. Relative error is
 `max|Δ| / max|reference|`. On a CPU with the flex backend only the forward pass is compared, since
-FlexAttention has no backward there.
+FlexAttention has no backward there. What runs is the drafter as it is, or compiled as a run compiles it.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,13 +24,17 @@ from engine.devices import available_devices
 from engine.dflash.anchors import Anchors, anchors_at
 from engine.dflash.attention import Backend
 from engine.dflash.configuration import DrafterConfig
-from engine.dflash.drafter import build_drafter
+from engine.dflash.drafter import Drafter, build_drafter
 from engine.dflash.export import fill_drafter
 from engine.dflash.objective import BlockWeights, block_loss, decay_weights, dpace_weights
 from engine.dflash.packing import PackedRow, pack_row, pack_taps
 from engine.dflash.training import Recipe, SharedWeights, drafter_blocks
 from engine.errors import DifferenceFound, InputError
+from engine.runtime.graph import LaneSpec
+from engine.runtime.lane import Lane
+from engine.runtime.serializer import Serializer
 from plugins.concat import ConcatenatedTaps
+from plugins.lazy_compile import LazyCompile, Options
 
 FORWARD_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 GRADIENT_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
@@ -119,8 +124,14 @@ def _weights(objective: dict[str, Any]) -> BlockWeights:
     return decay_weights(objective["gamma"])
 
 
-def compare(path: Path, *, device: torch.device, backend: Backend) -> Comparison:
-    """Recompute one reference in float32 on a device and a backend."""
+def compare(
+    path: Path, *, device: torch.device, backend: Backend, wrap: Callable[[Drafter], Drafter] | None = None
+) -> Comparison:
+    """Recompute one reference in float32 on a device and a backend.
+
+    Args:
+        wrap: what compiles the drafter, in place.
+    """
     reference = read_reference(path)
     config, tensors, objective = reference.config, reference.tensors, reference.objective
     row, taps, anchors, order = pack_reference(reference)
@@ -131,6 +142,7 @@ def compare(path: Path, *, device: torch.device, backend: Backend) -> Comparison
     fill_drafter(drafter, weights, str(path))
     with_gradients = not (device.type == "cpu" and backend == "flex")
     drafter.requires_grad_(with_gradients)
+    drafter = wrap(drafter) if wrap else drafter
     shared = SharedWeights(tensors["embed_tokens"].to(device), tensors["lm_head"].to(device))
     recipe = Recipe(
         features=ConcatenatedTaps(config.hidden_size),
@@ -145,10 +157,12 @@ def compare(path: Path, *, device: torch.device, backend: Backend) -> Comparison
     result = block_loss(
         hidden,
         shared.lm_head,
-        blocks.labels.to(device),
-        blocks.supervised.to(device),
+        blocks.labels,
+        blocks.supervised,
         weights=recipe.weights,
         chunk=recipe.chunk,
+        used=anchors.used,
+        softmax=drafter.softmax,
     )
     # The reference's D-PACE divides by its number of documents, everything else by Σ w.
     divisor = row.document_ids.numel() if objective["loss"] == "dpace" else result.weight_sum
@@ -178,8 +192,15 @@ def compare(path: Path, *, device: torch.device, backend: Backend) -> Comparison
     )
 
 
-def verify_files(files: Sequence[Path], *, device_name: str, attention: str) -> None:
+def _compiled(lane: Lane, drafter: Drafter) -> Drafter:
+    return LazyCompile(Options()).wrap_drafter(drafter, lane, Serializer("none")) or drafter
+
+
+def verify_files(files: Sequence[Path], *, device_name: str, attention: str, compiled: bool = False) -> None:
     """Compare reference files and print a table.
+
+    Args:
+        compiled: by `plugins.lazy_compile`.
 
     Raises:
         InputError: a device, backend or file that cannot be used.
@@ -192,12 +213,16 @@ def verify_files(files: Sequence[Path], *, device_name: str, attention: str) -> 
         raise InputError(f"--attention {attention}: known are {' and '.join(get_args(Backend))}")
     # TF32 products are three digits short of the tolerance.
     torch.set_float32_matmul_precision("highest")
-    table = Table(title=f"relative errors on {device_name}, {attention}")
+    how = f"{attention}, compiled" if compiled else attention
+    table = Table(title=f"relative errors on {device_name}, {how}")
     for heading in ("file", "loss", "hidden", "accuracy", "worst gradient", "of", ""):
         table.add_column(heading, justify="left" if heading in ("file", "of", "") else "right")
     failed = []
+    lane = Lane(LaneSpec("drafter", 0, device_name))
+    wrap = partial(_compiled, lane) if compiled else None
     for path in files:
-        result = compare(path, device=torch.device(device_name), backend=backend)
+        with lane.active():
+            result = compare(path, device=lane.device, backend=backend, wrap=wrap)
         gradient = "–" if result.gradient is None else f"{result.gradient:.1e}"
         figures = [f"{value:.1e}" for value in (result.loss, result.hidden, result.accuracy)]
         verdict = "ok" if result.passed else "beyond tolerance"

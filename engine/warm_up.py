@@ -4,9 +4,10 @@ Tuning needs memory and an idle device, and compiling takes minutes; both are be
 the optimizer's memory is taken and before other lanes wait. What has to be ready follows from the
 documents: the (rows, length) of the micro-batches are the same in every epoch, and from their lengths
 follows which packed rows can occur. Tuning results serve all devices of a kind, so the first target
-lane runs through all shapes and those on other devices through the largest; compiled code belongs to a
-device, so every drafter lane runs through its packed rows. Numbers that come out are thrown away, and
-with a CPU lane there is nothing to do.
+lane runs through all shapes and those on other devices through the largest. Compiled code belongs to a
+device, so every drafter lane runs through its packed rows; captured graphs belong to a lane, so every
+target lane that keeps any runs through all shapes. Numbers that come out are thrown away, and with a CPU
+lane there is nothing to do.
 """
 
 import time
@@ -20,6 +21,7 @@ import torch
 from engine.data.batches import BatchPlan, MicroBatch
 from engine.dflash.packing import ROW_MULTIPLE, packed_length
 from engine.errors import OutOfMemory
+from engine.planning import RunPlan
 from engine.runtime.alone import run_alone
 from engine.runtime.failure import StageFailure
 from engine.runtime.lane import Lane
@@ -27,6 +29,7 @@ from engine.runtime.launch_state import ColdKey
 from engine.runtime.serializer import Serializer
 from engine.stages.drafter_fwd_bwd import DrafterForwardBackward
 from engine.stages.target_forward import TargetForward
+from engine.target.loading import Target
 from engine.training_parts import TrainingParts, pack_micro_batch
 
 Shape = tuple[int, int]
@@ -46,11 +49,15 @@ class Readied:
     retries: int
     """Tunings that ran out of memory and were tried once more."""
     seconds: float
+    graphs: int = 0
+    """CUDA graphs that targets captured, over all lanes."""
 
     def __str__(self) -> str:
         return (
             f"warm-up: {self.forwards} target shapes, {self.packed_rows} lengths of packed rows, "
-            f"{self.tuned} keys tuned, {self.seconds:.1f} s"
+            f"{self.tuned} keys tuned, "
+            + (f"{self.graphs} graphs captured, " if self.graphs else "")
+            + f"{self.seconds:.1f} s"
             + (f"; {self.retries} tunings ran out of memory and were tried once more" if self.retries else "")
         )
 
@@ -89,7 +96,9 @@ class WarmUp:
         forwards, rows = target_shapes(self.parts), packed_rows(self.parts.plan.train)
         with _told(self.serializer, say):
             if self.forward is not None:
-                for lane, shapes in _one_per_device(targets, forwards):
+                forward = self.forward
+                keeping = [lane for lane in targets if preparing(forward.targets[lane.name])]
+                for lane, shapes in _one_per_device(targets, forwards, keeping):
                     self._alone(lane, partial(self._targets, lane, shapes))
             if self.drafter is not None:
                 for lane in drafters:
@@ -97,7 +106,11 @@ class WarmUp:
                         self._alone(lane, partial(self._drafter, lane, batch, say))
         counts = self.serializer.counts() - before
         seconds = time.perf_counter() - begin
-        return Readied(len(forwards), len(rows), counts.cold_keys, counts.out_of_memory_retries, seconds)
+        walks = [getattr(target, "walk", None) for target in self.parts.targets]
+        graphs = sum(len(getattr(walk, "captured", ())) for walk in walks)
+        return Readied(
+            len(forwards), len(rows), counts.cold_keys, counts.out_of_memory_retries, seconds, graphs
+        )
 
     def _alone(self, lane: Lane, work: Callable[[], None]) -> None:
         try:
@@ -110,9 +123,7 @@ class WarmUp:
     def _targets(self, lane: Lane, shapes: Sequence[Shape]) -> None:
         assert self.forward is not None
         for rows, length in shapes:
-            self.forward.targets[lane.name].forward_taps(
-                torch.zeros(rows, length, dtype=torch.int64).to(lane.device)
-            )
+            ready_shape(self.forward.targets[lane.name], rows, length, lane.device)
             lane.synchronize()
 
     def _drafter(self, lane: Lane, batch: MicroBatch, say: Callable[[str], None]) -> None:
@@ -133,21 +144,52 @@ class WarmUp:
         )
 
 
+def ready_shape(target: Target, rows: int, length: int, device: torch.device) -> None:
+    """Have a target tune and compile what a shape needs, and capture it where it keeps graphs.
+
+    Call it on the target's lane, as the run will; the device may not be through when it returns.
+    """
+    prepare = preparing(target)
+    if prepare is not None:
+        prepare(rows, length)
+    else:
+        target.forward_taps(torch.zeros(rows, length, dtype=torch.int64).to(device))
+
+
+def preparing(target: Target) -> Callable[[int, int], None] | None:
+    """What gets a shape ready where each lane needs each of them, as a walk that keeps graphs does.
+
+    A stranger's target may have no walk at all.
+    """
+    prepare: Callable[[int, int], None] | None = getattr(getattr(target, "walk", None), "prepare", None)
+    return prepare
+
+
 def target_shapes(parts: TrainingParts) -> list[Shape]:
     """What the targets will see, evaluation included, the largest first: it is the one that may not fit."""
-    plans = [plan for plan in (parts.plan.train, parts.plan.held_out) if plan is not None]
+    return planned_shapes(parts.plan)
+
+
+def planned_shapes(run: RunPlan) -> list[Shape]:
+    """`target_shapes` of a run that is not loaded yet."""
+    plans = [plan for plan in (run.train, run.held_out) if plan is not None]
     shapes = {shape for plan in plans for shape in plan.statistics().shapes}
     return sorted(shapes, key=lambda shape: (-shape[0] * shape[1], shape))
 
 
 def packed_rows(batches: BatchPlan) -> list[MicroBatch]:
     """A made-up micro-batch for each length of packed row that any epoch can bring, the longest first."""
+    return list(rows_by_length(batches).values())
+
+
+def rows_by_length(batches: BatchPlan) -> dict[int, MicroBatch]:
+    """`packed_rows` by their lengths."""
     found: dict[int, MicroBatch] = {}
     for (rows, length), (fewest, most) in batches.token_ranges().items():
         for slots in range(packed_length(fewest), packed_length(most) + 1, ROW_MULTIPLE):
             if slots not in found:
                 found[slots] = made_up(rows, length, min(slots, most))
-    return [found[slots] for slots in sorted(found, reverse=True)]
+    return {slots: found[slots] for slots in sorted(found, reverse=True)}
 
 
 def made_up(rows: int, length: int, tokens: int) -> MicroBatch:
@@ -165,13 +207,21 @@ def made_up(rows: int, length: int, tokens: int) -> MicroBatch:
     )
 
 
-def _one_per_device(lanes: Sequence[Lane], shapes: Sequence[Shape]) -> Iterator[tuple[Lane, Sequence[Shape]]]:
-    """The first lane with all shapes, and the first one of each other device with the largest."""
+def _one_per_device(
+    lanes: Sequence[Lane], shapes: Sequence[Shape], keeping: Sequence[Lane]
+) -> Iterator[tuple[Lane, Sequence[Shape]]]:
+    """The first lane with all shapes, and the first one of each other device with the largest.
+
+    Args:
+        keeping: lanes that keep graphs of their own, each with all shapes.
+    """
     seen: set[torch.device] = set()
     for lane in lanes:
-        if lane.device not in seen:
+        if lane in keeping:
+            yield lane, shapes
+        elif lane.device not in seen:
             yield lane, shapes[:1] if seen else shapes
-            seen.add(lane.device)
+        seen.add(lane.device)
 
 
 @contextmanager

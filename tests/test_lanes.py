@@ -121,6 +121,14 @@ def test_masters_of_bfloat16_drafters_are_shared_out_and_agree(project: Path) ->
             assert torch.equal(part.masters.parameters[name], master.bfloat16())
 
 
+def test_gradients_in_bfloat16_and_layers_run_again_are_the_plain_loops_too(project: Path) -> None:
+    narrow = ["drafter.dtype=bfloat16", "train.gradient_dtype=bfloat16", "train.checkpointing=true"]
+    reference = plainly(project, "train.micro_batches=3", *narrow)
+    exactly(on_lanes(project, *lanes_of(2, 1, 2), *narrow, seed=1), reference)
+    # Fewer micro-batches are added up in bfloat16 where there are more drafters.
+    closely(on_lanes(project, *lanes_of(2, 3, 1), *narrow, seed=2), reference, tolerance=1e-2)
+
+
 def test_muon_goes_on_where_a_checkpoint_left_off(project: Path, tmp_path: Path) -> None:
     muon = tmp_path / "muon.toml"
     muon.write_text(project.read_text() + '[[plugin]]\nuse = "plugins.muon"\n')

@@ -52,6 +52,8 @@ def lane(**changes: Any) -> DrafterLane:
         lanes=1,
         turns=1,
         noise=False,
+        checkpointing=False,
+        wide=True,
         split_fc=False,
         flex=False,
         fused_norm=False,
@@ -67,9 +69,13 @@ def test_drafter_parameters_are_counted_exactly(changes: dict[str, Any]) -> None
     assert lane(config=config).parameters == real
 
 
-def kept(drafter: Drafter) -> Masters:
+def kept(drafter: Drafter, gradient_dtype: torch.dtype = torch.float32) -> Masters:
     """All masters of a drafter, with AdamW."""
-    return Masters(drafter, lambda parameters: AdamW().make_optimizer(parameters, Train()))
+
+    def make_optimizer(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return AdamW().make_optimizer(parameters, Train())
+
+    return Masters(drafter, make_optimizer, gradient_dtype=gradient_dtype)
 
 
 def test_masters_and_moments_are_what_the_optimizer_holds() -> None:
@@ -114,9 +120,14 @@ def loss_of(
     taps: torch.Tensor,
     backend: Any,
     anchors: int = ANCHORS,
+    checkpointing: bool = False,
 ) -> Any:
     recipe = recipe_of(
-        features=ConcatenatedTaps(CONFIG.hidden_size), backend=backend, max_anchors=anchors, chunk=CHUNK
+        features=ConcatenatedTaps(CONFIG.hidden_size),
+        backend=backend,
+        max_anchors=anchors,
+        chunk=CHUNK,
+        checkpointing=checkpointing,
     )
     return training_loss(drafter, shared, (taps,), row, epoch=0, recipe=recipe)[0].loss_sum
 
@@ -177,14 +188,22 @@ def planned_peak(lane: DrafterLane) -> int:
     return max(sum(item.bytes for item in phase) for phase in lane.phases())
 
 
-def measured_peak(drafter: Drafter, shared: SharedWeights, turns: int, anchors: int) -> int:
+def measured_peak(
+    drafter: Drafter,
+    shared: SharedWeights,
+    turns: int,
+    anchors: int,
+    *,
+    checkpointing: bool = False,
+    gradient_dtype: torch.dtype = torch.float32,
+) -> int:
     """Peak of the micro-batches that one drafter trains on in a step, its sums included."""
-    row, taps = batch()
-    masters = kept(drafter)
+    row, taps = batch(dtype=shared.lm_head.dtype)
+    masters = kept(drafter, gradient_dtype)
 
     def step() -> None:
         for _ in range(turns):
-            loss_of(drafter, shared, row, taps, "dense", anchors).backward()
+            loss_of(drafter, shared, row, taps, "dense", anchors, checkpointing).backward()
             masters.accumulate()
 
     step()  # what is made once is not this step's
@@ -207,6 +226,28 @@ def test_a_large_drafter_with_few_blocks_peaks_where_its_gradients_are_whole(tur
     plan = lane(config=config, anchors=2, turns=turns)
     assert planned_peak(plan) == sum(item.bytes for item in plan.phases()[2])
     assert planned_peak(plan) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_checkpointed_step_peaks_where_the_plan_says(layers: int) -> None:
+    config = attrs.evolve(CONFIG, layer_types=("full_attention",) * layers, sliding_window=None)
+    peak = measured_peak(*trainable(config=config), 1, ANCHORS, checkpointing=True)
+    plan = lane(config=config, checkpointing=True)
+    assert planned_peak(plan) == pytest.approx(peak, rel=0.15)
+    assert planned_peak(plan) < planned_peak(lane(config=config))
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_sums_in_bfloat16_take_what_the_plan_says(turns: int) -> None:
+    config = attrs.evolve(
+        CONFIG, intermediate_size=4096, layer_types=("full_attention",) * 6, sliding_window=None
+    )
+    given = trainable(dtype=torch.bfloat16, config=config)
+    peak = measured_peak(*given, turns, anchors=2, gradient_dtype=torch.bfloat16)
+    plan = lane(config=config, e=2, anchors=2, turns=turns, wide=False)
+    before = [sum(item.bytes for item in phase) for phase in plan.phases()[:3]]  # the optimizer's is not run
+    assert max(before) == pytest.approx(peak, rel=0.15)
+    assert max(before) < planned_peak(lane(config=config, e=2, anchors=2, turns=turns))
 
 
 def dense_sizes() -> dict[str, Any]:

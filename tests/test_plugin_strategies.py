@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.dflash.anchors import draw_anchors
 from engine.dflash.drafter import Drafter
-from engine.dflash.masters import Masters, share_out, total_norm
+from engine.dflash.masters import Masters, read_norms, share_out, step_factor, total_norm
 from engine.dflash.objective import decay_weights, dpace_weights
 from engine.dflash.training import drafter_blocks
 from engine.errors import InputError
@@ -96,11 +96,12 @@ def muon_step(masters: list[Masters], seed: int, lr: float = 0.01, clip: float =
     generator = torch.Generator().manual_seed(seed)
     parameters = masters[0].parameters
     sums = {name: torch.randn(p.shape, generator=generator) for name, p in parameters.items()}
-    norms: dict[str, Tensor] = {}
+    norms: dict[str, float] = {}
     for one in masters:
-        norms |= one.receive([{name: sums[name].clone() for name in sums}], 2.0)
+        norms |= read_norms(one.receive([{name: sums[name].clone() for name in sums}]))
+    norm = total_norm(norms, list(sums)) / 2.0
     for one in masters:
-        one.update(total_norm(norms, list(sums)), lr=lr, clip=clip)
+        one.update(step_factor(norm, 2.0, clip), lr=lr)
 
 
 def state_of(masters: list[Masters]) -> dict[str, Tensor]:

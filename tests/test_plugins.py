@@ -329,6 +329,26 @@ def test_two_plugins_of_a_schedule_with_one_answer_to_give_are_an_error(tmp_path
         host.choose("make_objective", name="x", train=TRAIN)
 
 
+def test_wrappers_stand_around_each_other_with_the_schedule_s_outermost(
+    tmp_path: Path, installed: Any
+) -> None:
+    def wrapping(name: str) -> str:
+        return f"def wrap_target(self, target): return ({name!r}, target)"
+
+    installed(theirs=f"class Mine:\n    @hookimpl\n    {wrapping('installed')}\n")
+    first = mine(tmp_path, wrapping("first"), name="first.py")
+    leaving = mine(tmp_path, "def wrap_target(self, target): return None", name="leaving.py")
+    second = mine(tmp_path, wrapping("second"), name="second.py")
+    host = host_with(first, leaving, second)
+    cpu = SimpleNamespace(device=torch.device("cpu"))
+    wrapped = host.wrap("wrap_target", "bare", lane=cpu, serializer=None)
+    assert wrapped == ("second", ("first", ("installed", "bare")))
+    asked = [plugin.name for plugin in host.answering("wrap_target")]
+    assert asked == ["plugins.fused_target", "theirs", first, leaving, second]
+    again = host_with(second, "plugins.fused_target", first).answering("wrap_target")
+    assert [plugin.name for plugin in again][1:] == [second, "plugins.fused_target", first]
+
+
 def test_watchers_are_told_in_the_order_of_the_schedule(tmp_path: Path) -> None:
     uses = [
         mine(tmp_path, f"def step_finished(self, row): row.append({n})", name=f"w{n}.py") for n in (1, 2, 3)

@@ -235,6 +235,10 @@ def test_a_file_that_is_missing_or_no_toml_is_named(tmp_path: Path) -> None:
             "train.dpace_alpha = 1.5: expected a number, at least 0 and at most",
         ),
         ({"train": {"min_lr": 1e-3}}, "train.min_lr = 0.001: larger than train.lr = 0.0006"),
+        (
+            {"train": {"gradient_dtype": "bfloat16"}, "drafter": {"dtype": "float32"}},
+            'train.gradient_dtype = "bfloat16": drafter.dtype = "float32"',
+        ),
         ({"train": {"micro_batches": 0}}, "train.micro_batches = 0"),
         ({"data": {"held_out": 1.0}}, "data.held_out = 1.0: expected a number, above 0 and below 1"),
         ({"data": {"held_out": 0}}, "data.held_out = 0: expected a number, above 0 and below 1"),

@@ -99,7 +99,7 @@ def anchors_at(row: PackedRow, slots: Tensor, count: int) -> Anchors:
 
 @attrs.frozen
 class Blocks:
-    """What the drafter reads and what it must say, for N anchors of B slots; CPU tensors."""
+    """What the drafter reads and what it must say, for N anchors of B slots; made on the CPU."""
 
     input_ids: Tensor
     """int64 [N, B]: the real token at the anchor, then mask tokens."""

@@ -5,6 +5,7 @@ time, so that its cost grows with documents and not with the packed row. `flex` 
 FlexAttention over the whole row, for GPUs. Which one runs is settled once per run.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from engine.dflash.anchors import Anchors
 from engine.dflash.attention_mask import TILE, block_mask, dense_mask, visible_runs
 from engine.dflash.configuration import DrafterConfig
+from engine.dflash.packing import sent
 from engine.errors import InputError
 
 Backend = Literal["dense", "flex"]
@@ -120,9 +122,12 @@ def _prepare_flex(
     anchors: Anchors, starts: Tensor, context_length: int, config: DrafterConfig, device: torch.device
 ) -> Attention:
     slots = flex_slots(context_length)
+    # The masks are made on the device, of no more than where the blocks and the documents begin.
+    slot, document, starts = sent([anchors.slot, anchors.document, starts], device)
+    anchors = attrs.evolve(anchors, slot=slot, document=document)
     masks: dict[str, BlockMask] = {
-        kind: block_mask(visible_runs(anchors, starts, slots, config, kind).to(device))
-        for kind in set(config.layer_types)
+        kind: block_mask(visible_runs(anchors, starts, slots, config, kind))
+        for kind in dict.fromkeys(config.layer_types)
     }
     queries = anchors.count * config.block_size
     padding = -queries % TILE
@@ -158,15 +163,22 @@ def flex_on(device: torch.device, queries: int, context_length: int) -> Callable
     Raises:
         InputError: the uncompiled form would hold more than `EAGER_FLEX_SCORES` scores per head.
     """
-    if device.type == "cuda":
+    off = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    if device.type == "cuda" and not off:
         return _compiled_flex()
     scores = queries * (context_length + queries)
     if scores > EAGER_FLEX_SCORES:
         raise InputError(
-            f"FlexAttention cannot be compiled on {device} and would hold {scores:,} scores per head "
+            f"FlexAttention {_not_compiled(device)} and would hold {scores:,} scores per head "
             f'(at most {EAGER_FLEX_SCORES:,} are allowed); use attention = "dense" there'
         )
     return flex_attention
+
+
+def _not_compiled(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "is not compiled where TORCH_COMPILE_DISABLE or TORCHDYNAMO_DISABLE is set,"
+    return f"cannot be compiled on {device}"
 
 
 @cache

@@ -32,15 +32,6 @@ class VisibleRuns:
     context_length: int
     """T: block keys are numbered from here."""
 
-    def to(self, device: torch.device) -> "VisibleRuns":
-        return VisibleRuns(
-            self.context_begin.to(device, non_blocking=True),
-            self.context_end.to(device, non_blocking=True),
-            self.block_begin.to(device, non_blocking=True),
-            self.block_end.to(device, non_blocking=True),
-            self.context_length,
-        )
-
 
 def visible_runs(
     anchors: Anchors, starts: Tensor, context_length: int, config: DrafterConfig, layer_type: str
@@ -48,16 +39,19 @@ def visible_runs(
     """The runs of keys that a layer of `layer_type` sees.
 
     Args:
+        anchors: their tensors lie where the runs are wanted, and so does `starts`.
         starts: int64 [documents], slot of each document's first token in the packed row.
         context_length: T, slots of the packed row.
     """
-    size = config.block_size
-    slot = torch.arange(size)
+    size, device = config.block_size, starts.device
+    slot = torch.arange(size, device=device)
     used = anchors.document >= 0
     begin = torch.where(used, starts[anchors.document.clamp(min=0)], 0)
     end = torch.where(used, anchors.slot, 0)  # strictly before the anchor
     context_begin = begin[:, None].expand(-1, size)  # [N, B]
-    own = (context_length + torch.arange(anchors.count) * size)[:, None]  # key of each block's slot 0
+    own = (context_length + torch.arange(anchors.count, device=device) * size)[
+        :, None
+    ]  # key of each block's slot 0
     block_begin = own.expand(-1, size)
     block_end = own + (slot + 1 if config.causal_in_block(layer_type) else torch.full_like(slot, size))
     if layer_type == SLIDING:
@@ -121,6 +115,9 @@ def block_mask(runs: VisibleRuns) -> BlockMask:
     full = (covers(begin, end) | covers(own_begin, own_end)).view(tiles, TILE, -1).all(1)
     partial_count, partial_index = _ordered(seen & ~full)
     full_count, full_index = _ordered(full)
+
+    # Half as wide as the runs: the kernels compare them for every pair of a tile that is seen in part.
+    begin, end, own_begin, own_end = (run.to(torch.int32) for run in (begin, end, own_begin, own_end))
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_context = (key >= begin[query]) & (key < end[query])

@@ -13,9 +13,11 @@ and head are the target's and are not part of it.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.dflash.attention import Attention
 from engine.dflash.configuration import DrafterConfig
+from engine.dflash.objective import ChunkSoftmax, chunk_softmax
 
 
 def rotary(positions: Tensor, config: DrafterConfig) -> tuple[Tensor, Tensor]:
@@ -113,6 +115,8 @@ class Drafter(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config, kind) for kind in config.layer_types)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.softmax: ChunkSoftmax = chunk_softmax
+        """How logits become entropies behind the head; what compiles a drafter may put a kernel here."""
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
@@ -143,6 +147,8 @@ class Drafter(nn.Module):
         block_positions: Tensor,
         context_positions: Tensor,
         attention: Attention,
+        *,
+        checkpointing: bool = False,
     ) -> Tensor:
         """Fill the blocks in one pass.
 
@@ -151,6 +157,7 @@ class Drafter(nn.Module):
             context: [T, H], what `context` makes of the taps.
             block_positions: int64 [N·B]; context_positions: int64 [T]; within each document.
             attention: from `prepare_attention`, made for this micro-batch.
+            checkpointing: keep each layer's input alone and run the layer again in the backward pass.
 
         Returns:
             [N·B, H] after the final norm; slot k of a block predicts the token at anchor + k.
@@ -159,7 +166,11 @@ class Drafter(nn.Module):
         context_position = rotary(context_positions, self.config)
         x = block_embeddings
         for layer in self.layers:
-            x = layer(x, context, block_position, context_position, attention)
+            given = (x, context, block_position, context_position, attention)
+            if checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(*given)
         return self.norm(x)
 
 

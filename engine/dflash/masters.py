@@ -9,6 +9,14 @@ sums once by `Σ w` over all of them, checks that they are finite, clips, and up
 share the masters out at parameter borders: each keeps and updates some, receives the others'
 gradients for these, and sends the new weights around. One drafter alone goes through the same
 functions, so that the plain loop and a lane compute the same bits.
+
+Sums may also stay in bfloat16, where the backward pass leaves them: micro-batches then add up in
+bfloat16, the drafters' sums still in float32, and the optimizer is given float32 gradients of some
+parameters at a time. For a drafter of 1.7 B parameters that is 10 GB less than float32 sums beside
+the gradients of a backward pass.
+
+A gradient of that size is read from memory as seldom as can be: once for its norm, and once for dividing
+and clipping, which are one factor.
 """
 
 import math
@@ -20,7 +28,10 @@ from torch import Tensor, nn
 from engine.dflash.drafter import Drafter
 from engine.errors import CheckpointError, NonFinite
 
-NORM_OVERFLOWS = "the norm of the whole gradient is not finite, while each parameter's is"
+NORM_OVERFLOWS = "the norm of the whole gradient overflows, while every number of it is finite"
+
+PIECE = 1 << 28
+"""float32 gradients that exist at a time beside sums in bfloat16: 1.1 GB."""
 
 MakeOptimizer = Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]
 """Makes the optimizer of some master weights, by parameter name."""
@@ -47,21 +58,59 @@ def share_out(sizes: Mapping[str, int], shares: int) -> list[list[str]]:
     return runs
 
 
-def total_norm(norms: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+def read_norms(norms: Mapping[str, Tensor]) -> dict[str, float]:
+    """Scalars of a device as numbers, by one copy; waits for the device."""
+    return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True)) if norms else {}
+
+
+def total_norm(norms: Mapping[str, float], names: Sequence[str]) -> float:
     """Norm of the whole gradient from the norms of its parameters, taken in the order of `names`."""
-    return torch.linalg.vector_norm(torch.stack([norms[name] for name in names]))
+    return float(torch.linalg.vector_norm(torch.tensor([norms[name] for name in names])))
+
+
+def step_factor(norm: float, weight_sum: float, clip: float) -> float:
+    """What gradient sums are multiplied with: divided by `Σ w`, and the whole no longer than `clip`.
+
+    Args:
+        norm: of the divided sums.
+    """
+    return min(1.0, clip / (norm + 1e-6)) / weight_sum
+
+
+def _added(given: Sequence[Tensor]) -> Tensor:
+    """Sums of one parameter added up in float32, in their order; one alone is itself."""
+    if len(given) == 1:
+        return given[0]
+    total = given[0].float() + given[1]
+    for other in given[2:]:
+        total += other
+    return total
+
+
+def _scaled(given: Sequence[Tensor], factor: float) -> Tensor:
+    """A new float32 gradient of sums in the drafter's dtype."""
+    if len(given) == 1:
+        # A float32 tensor of one dimension makes the product float32, in one pass; a number would not.
+        return given[0] * torch.full((1,), factor, dtype=torch.float32, device=given[0].device)
+    return _added(given).mul_(factor)
 
 
 class Masters:
-    """The master weights that one drafter keeps, and the float32 gradient sums of all its parameters."""
+    """The master weights that one drafter keeps, and the gradient sums of all its parameters."""
 
     def __init__(
-        self, drafter: Drafter, make_optimizer: MakeOptimizer, names: Sequence[str] | None = None
+        self,
+        drafter: Drafter,
+        make_optimizer: MakeOptimizer,
+        names: Sequence[str] | None = None,
+        *,
+        gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
         """
         Args:
             make_optimizer: called with the kept masters.
             names: of the parameters whose masters are kept here; all by default.
+            gradient_dtype: of the sums over a step's micro-batches; float32, or the drafter's own.
         """
         self.parameters: dict[str, nn.Parameter] = dict(drafter.named_parameters())
         self.names = list(self.parameters) if names is None else list(names)
@@ -72,74 +121,114 @@ class Masters:
             if name in set(self.names)
         }
         self.optimizer = make_optimizer(dict(self.weights)) if self.weights else None
+        self.wide = gradient_dtype == torch.float32
+        """Whether sums are float32; else they are the parameters' own gradients."""
         self._sums: dict[str, Tensor] = {}
+        self._received: dict[str, list[Tensor]] = {}
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the drafter's gradients to the float32 sums and clear them."""
+        """Add the drafter's gradients to the sums; where these are float32, clear the gradients."""
+        if not self.wide:
+            return  # autograd adds the next micro-batch's to them
+        into, added = [], []
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
             if name in self._sums:
-                self._sums[name] += parameter.grad
+                into.append(self._sums[name])
+                added.append(parameter.grad)
             else:
                 self._sums[name] = parameter.grad.float()
             parameter.grad = None
+        if into:
+            torch._foreach_add_(into, added)
 
     def sums(self) -> dict[str, Tensor]:
-        """The float32 gradient sums of every parameter that has one; the step begins anew after it."""
-        sums, self._sums = self._sums, {}
-        return sums
+        """The gradient sums of every parameter that has one; the step begins anew after it."""
+        if self.wide:
+            sums, self._sums = self._sums, {}
+            return sums
+        given = {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return given
 
     @torch.no_grad()
-    def receive(self, sums: Sequence[Mapping[str, Tensor]], weight_sum: float) -> dict[str, Tensor]:
-        """Add up the drafters' sums for the kept masters and divide once.
+    def receive(self, sums: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Take in the drafters' sums for the kept masters; nothing waits for the device.
 
         Args:
-            sums: of all drafters, in their order, on this device; only kept names are read.
-            weight_sum: Σ w over every micro-batch of the step.
+            sums: of all drafters, in their order, on this device; only kept names are read. Those of one
+                drafter alone are nobody else's, and are used up.
 
         Returns:
-            The norm of each kept parameter's gradient, float32 scalars.
+            The norm of each kept parameter's sum, float32 scalars.
         """
-        norms = {}
-        for name, weight in self.weights.items():
-            given = [one[name] for one in sums if name in one]
-            if not given:
-                continue
-            total = given[0]
-            for other in given[1:]:
-                total = total + other
-            # The sums of one drafter are nobody else's; those of several were added into a new tensor.
-            weight.grad = total.div_(weight_sum)
-            norms[name] = torch.linalg.vector_norm(weight.grad)
-        return norms
+        given = {name: [one[name] for one in sums if name in one] for name in self.weights}
+        self._received = {name: each for name, each in given.items() if each}
+        if self.wide:
+            self._received = {name: [_added(each)] for name, each in self._received.items()}
+        if not self._received:
+            return {}
+        if all(len(each) == 1 for each in self._received.values()):
+            totals = [each[0] for each in self._received.values()]
+            norms = list(torch._foreach_norm(totals, 2, torch.float32))
+        else:  # one at a time, or all of them would be there in float32
+            norms = [torch.linalg.vector_norm(_added(each)) for each in self._received.values()]
+        return dict(zip(self._received, norms, strict=True))
 
     @torch.no_grad()
-    def update(self, norm: Tensor, *, lr: float, clip: float) -> None:
-        """Clip to a norm of the whole gradient and update the kept masters and their parameters.
+    def update(self, factor: float, *, lr: float) -> None:
+        """Multiply the received sums and update the kept masters and their parameters.
 
         Args:
-            norm: finite, on the masters' device.
+            factor: what divides by `Σ w` and clips, from `step_factor`.
         """
         if self.optimizer is None:
             return
-        nn.utils.clip_grads_with_norm_(list(self.weights.values()), clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if not self.own:
-            for name, weight in self.weights.items():
-                self.parameters[name].copy_(weight)
+        pieces = [list(self._received)] if self.wide else self._pieces()
+        for names in pieces:
+            given = [self._received.pop(name) for name in names]
+            if self.wide:
+                gradients = [each[0] for each in given]
+                torch._foreach_mul_(gradients, factor)
+            else:
+                gradients = [_scaled(each, factor) for each in given]
+            del given
+            weights = [self.weights[name] for name in names]
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+            del gradients
+            self.optimizer.step()
+            for weight in weights:
+                weight.grad = None
+            if not self.own:
+                served: list[Tensor] = [self.parameters[name] for name in names]
+                torch._foreach_copy_(served, [weight.detach() for weight in weights])
 
+    def _pieces(self) -> list[list[str]]:
+        """The received names in runs of at most `PIECE` numbers, or of one parameter that is larger."""
+        pieces: list[list[str]] = []
+        room = 0
+        for name, [first, *_] in self._received.items():
+            if not pieces or first.numel() > room:
+                pieces.append([])
+                room = PIECE
+            pieces[-1].append(name)
+            room -= first.numel()
+        return pieces
+
+    @torch.no_grad()
     def first_bad(self, norms: Mapping[str, float]) -> str | None:
-        """The first kept parameter whose gradient is not finite, in words; None where all are."""
+        """The first received sum that is not finite, in words; None where all are."""
         for name in (name for name, norm in norms.items() if not math.isfinite(norm)):
-            gradient = self.weights[name].grad
-            if gradient is not None:
-                bad = int((~torch.isfinite(gradient)).sum())
-                return f"gradient of {name} is not finite ({bad:,} of {gradient.numel():,} numbers)"
+            total = _added(self._received[name])
+            bad = int((~torch.isfinite(total)).sum())
+            if bad:
+                return f"gradient of {name} is not finite ({bad:,} of {total.numel():,} numbers)"
         return None
 
     def step(self, weight_sum: float, *, lr: float, clip: float) -> float:
@@ -149,20 +238,20 @@ class Masters:
             NonFinite: names the first parameter whose gradient is not finite. Nothing is updated, and
                 the next step begins anew.
         """
-        norms = self.receive([self.sums()], weight_sum)
-        norm = total_norm(norms, [name for name in self.parameters if name in norms])
-        if not torch.isfinite(norm):
-            bad = self.first_bad({name: float(one) for name, one in norms.items()})
+        norms = read_norms(self.receive([self.sums()]))
+        norm = total_norm(norms, [name for name in self.parameters if name in norms]) / weight_sum
+        if not math.isfinite(norm):
+            bad = self.first_bad(norms)
             self.discard()
             raise NonFinite(bad or NORM_OVERFLOWS)
-        self.update(norm, lr=lr, clip=clip)
-        return float(norm)
+        self.update(step_factor(norm, weight_sum, clip), lr=lr)
+        return norm
 
     def discard(self) -> None:
         """Drop the gradients of a step that updates nothing."""
-        self._sums = {}
-        for weight in self.weights.values():
-            weight.grad = None
+        self._sums, self._received = {}, {}
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Kept masters and their optimizer state as flat tensors `<key>.<parameter>`, for a checkpoint."""

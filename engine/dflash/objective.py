@@ -48,6 +48,26 @@ def dpace_weights(alpha: float) -> BlockWeights:
     return weights
 
 
+ChunkSoftmax = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor | None]]
+"""(logits [C, V] in the head's dtype, free to be overwritten; labels int64 [C]; whether to form gradients) →
+cross-entropy float32 [C], argmax int64 [C], softmax(logits) - onehot(labels) [C, V] in the logits' dtype"""
+
+
+def chunk_softmax(
+    logits: Tensor, labels: Tensor, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The reference of a `ChunkSoftmax`, on any device: in float32, operation by operation."""
+    dtype, logits, label = logits.dtype, logits.float(), labels[:, None]
+    predicted = logits.argmax(-1)
+    log_sum = logits.logsumexp(-1, keepdim=True)
+    cross_entropy = (log_sum - logits.gather(1, label)).squeeze(1)
+    if not with_gradient:
+        return cross_entropy, predicted, None
+    probability = logits.sub_(log_sum).exp_()
+    probability.scatter_add_(1, label, torch.full_like(log_sum, -1.0))
+    return cross_entropy, predicted, probability.to(dtype)
+
+
 class _HeadCrossEntropy(torch.autograd.Function):
     """Per-row cross-entropy through a frozen head; see the module's opening."""
 
@@ -58,25 +78,27 @@ class _HeadCrossEntropy(torch.autograd.Function):
         head: Tensor,
         labels: Tensor,
         chunk: int,
+        needed: int,
+        softmax: ChunkSoftmax,
         with_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         rows = hidden.shape[0]
+        computed = min(rows, -(-needed // chunk) * chunk)
         cross_entropy = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         predicted = torch.empty(rows, dtype=torch.int64, device=hidden.device)
         gradient = torch.empty_like(hidden) if with_gradient else None
-        for start in range(0, rows, chunk):
+        for start in range(0, computed, chunk):
             part = slice(start, min(start + chunk, rows))
-            logits = F.linear(hidden[part], head).float()  # [chunk, V]
-            predicted[part] = logits.argmax(-1)
-            label = labels[part, None]
-            log_sum = logits.logsumexp(-1, keepdim=True)
-            cross_entropy[part] = (log_sum - logits.gather(1, label)).squeeze(1)
-            if gradient is not None:
-                probability = logits.sub_(log_sum).exp_()
-                probability.scatter_add_(1, label, torch.full_like(log_sum, -1.0))
-                gradient[part] = probability.to(head.dtype) @ head
-                del probability
-            del logits  # else the next chunk's logits are made beside this one's
+            # [chunk, V]; its only reference is handed over, so that no two chunks' logits exist at once.
+            cross_entropy[part], predicted[part], change = softmax(
+                F.linear(hidden[part], head), labels[part], with_gradient
+            )
+            if gradient is not None and change is not None:
+                torch.mm(change, head, out=gradient[part])
+            del change
+        for left in (cross_entropy, predicted, gradient):
+            if left is not None:
+                left[computed:] = 0
         ctx.mark_non_differentiable(predicted)
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -85,10 +107,18 @@ class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_cross_entropy: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_cross_entropy[:, None]).to(gradient.dtype), None, None, None, None
+        return (gradient * grad_cross_entropy[:, None]).to(gradient.dtype), *([None] * 6)
 
 
-def head_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def head_cross_entropy(
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    chunk: int,
+    *,
+    needed: int | None = None,
+    softmax: ChunkSoftmax = chunk_softmax,
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy and argmax of `hidden @ headᵀ`, a chunk of rows at a time.
 
     Args:
@@ -96,12 +126,15 @@ def head_cross_entropy(hidden: Tensor, head: Tensor, labels: Tensor, chunk: int)
         head: [V, H], frozen: no gradient is formed for it.
         labels: int64 [rows].
         chunk: rows whose logits exist at one time; part of the numbers' meaning.
+        needed: how many rows, the first ones, anybody asks for; all by default. Chunks of the others are
+            left out and their entropies are 0; every product keeps its shape.
 
     Returns:
         cross_entropy: float32 [rows], differentiable. predicted: int64 [rows].
     """
     with_gradient = torch.is_grad_enabled() and hidden.requires_grad
-    return _HeadCrossEntropy.apply(hidden, head, labels, chunk, with_gradient)
+    needed = hidden.shape[0] if needed is None else needed
+    return _HeadCrossEntropy.apply(hidden, head, labels, chunk, needed, softmax, with_gradient)
 
 
 @attrs.frozen
@@ -119,17 +152,30 @@ class BlockLoss:
 
 
 def block_loss(
-    hidden: Tensor, head: Tensor, labels: Tensor, supervised: Tensor, *, weights: BlockWeights, chunk: int
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    supervised: Tensor,
+    *,
+    weights: BlockWeights,
+    chunk: int,
+    used: int | None = None,
+    softmax: ChunkSoftmax = chunk_softmax,
 ) -> BlockLoss:
     """Loss and hits of N blocks. Slot 0, which predicts nothing, never reaches the head.
 
     Args:
         hidden: [N·B, H], the drafter's output.
         head: [V, H]. labels: int64 [N, B-1]; supervised: bool [N, B-1]; all on hidden's device.
+        used: how many blocks, the first ones, hold an anchor; all by default. Of the others only those
+            that share a chunk with these reach the head.
     """
     blocks, slots = labels.shape
     rows = hidden.view(blocks, slots + 1, -1)[:, 1:].reshape(blocks * slots, -1)
-    cross_entropy, predicted = head_cross_entropy(rows, head, labels.flatten(), chunk)
+    needed = None if used is None else used * slots
+    cross_entropy, predicted = head_cross_entropy(
+        rows, head, labels.flatten(), chunk, needed=needed, softmax=softmax
+    )
     cross_entropy = cross_entropy.view(blocks, slots)
     w = weights(cross_entropy.detach(), supervised)
     right = (predicted.view(blocks, slots) == labels) & supervised

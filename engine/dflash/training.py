@@ -17,7 +17,7 @@ from engine.dflash.anchors import Anchors, Blocks, blocks_at, draw_anchors
 from engine.dflash.attention import Backend, prepare_attention
 from engine.dflash.drafter import Drafter
 from engine.dflash.objective import BlockLoss, BlockWeights, block_loss
-from engine.dflash.packing import PackedRow
+from engine.dflash.packing import PackedRow, sent
 from engine.randomness import stateless_uniform
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class Recipe:
     seed: int
     context_noise: float = 0.0
     """Standard deviation of uniform noise on the taps, in training."""
+    checkpointing: bool = False
+    """Whether a layer's activations are computed again in the backward pass rather than kept."""
 
 
 def add_context_noise(
@@ -81,8 +83,8 @@ def add_context_noise(
     half_width = deviation * 3**0.5  # a uniform variable on [-h, h] deviates by h / √3
     device = packed[0].device
     real = row.document >= 0
-    key = torch.where(real, row.document_ids[row.document.clamp(min=0)], 0).to(device)
-    position, real = row.position.to(device), real.to(device)
+    key = torch.where(real, row.document_ids[row.document.clamp(min=0)], 0)
+    key, position, real = sent([key, row.position, real], device)
     noisy = tuple(tensor.clone() for tensor in packed)
     for tap, values in enumerate(features.tap_views(noisy)):  # [T, H]
         channel = torch.arange(values.shape[1], device=device)
@@ -100,14 +102,23 @@ def drafter_blocks(
         context: [T, H], from the recipe's feature path.
 
     Returns:
-        hidden [N·B, H] after the final norm, and the blocks (CPU tensors) it was run on.
+        hidden [N·B, H] after the final norm, and the blocks it was run on, on its device.
     """
     config, device = drafter.config, context.device
     blocks = blocks_at(row, anchors, block_size=config.block_size, mask_token_id=config.mask_token_id)
+    *on_device, context_positions = sent(
+        [blocks.input_ids, blocks.positions, blocks.labels, blocks.supervised, row.position], device
+    )
+    blocks = Blocks(*on_device)
     attention = recipe.attention(recipe.backend, anchors, row.starts, row.length, config, device)
-    embeddings = shared.embed_tokens[blocks.input_ids.flatten().to(device)]  # [N·B, H]
-    positions = blocks.positions.flatten().to(device)
-    hidden = drafter(embeddings, context, positions, row.position.to(device), attention)
+    hidden = drafter(
+        shared.embed_tokens[blocks.input_ids.flatten()],  # [N·B, H]
+        context,
+        blocks.positions.flatten(),
+        context_positions,
+        attention,
+        checkpointing=recipe.checkpointing,
+    )
     return hidden, blocks
 
 
@@ -116,8 +127,16 @@ def drafter_loss(
 ) -> BlockLoss:
     """Loss and hits of the blocks at `anchors`; arguments as in `drafter_blocks`."""
     hidden, blocks = drafter_blocks(drafter, shared, context, row, anchors, recipe)
-    labels, supervised = blocks.labels.to(hidden.device), blocks.supervised.to(hidden.device)
-    return block_loss(hidden, shared.lm_head, labels, supervised, weights=recipe.weights, chunk=recipe.chunk)
+    return block_loss(
+        hidden,
+        shared.lm_head,
+        blocks.labels,
+        blocks.supervised,
+        weights=recipe.weights,
+        chunk=recipe.chunk,
+        used=anchors.used,
+        softmax=drafter.softmax,
+    )
 
 
 def training_loss(

@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -180,6 +181,16 @@ class AutotunerPatch:
                 lock.release()
 
         return run
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Nobody else tunes inside the block; in mode `launch` nobody else launches."""
+        if not self._lock.acquire(blocking=False):
+            self._wait()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _wait(self) -> float:
         """Take the lock, which another thread has; returns the seconds."""

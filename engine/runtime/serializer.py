@@ -24,7 +24,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -330,6 +330,20 @@ class Serializer:
             yield wait
         finally:
             self._compiling.give_up()
+
+    @contextmanager
+    def capturing(self, lane: Lane) -> Iterator[None]:
+        """Record a CUDA graph with no other lane compiling, tuning or recording.
+
+        All of these wait for a whole device at some point, which nobody may while one of its streams is
+        being recorded.
+
+        Raises:
+            Stopped: the run was over before the turn came.
+        """
+        tuning = self._autotuner.held() if self.effective() and self._autotuner else nullcontext()
+        with self.compiling(lane), tuning:
+            yield
 
 
 def _proof(patch: AutotunerPatch) -> BaseException | None:

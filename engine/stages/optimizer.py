@@ -1,12 +1,13 @@
 """`optimizer`: all drafters meet, add up their gradients, and each updates the masters it keeps.
 
-    1. everybody tells Σ w and hands every other drafter the gradient sums of the masters kept there
-    2. sums are added in the drafters' order and divided once; everybody tells its parameters' norms
-    3. everybody clips to the same total, updates its own masters, and hands out the new weights
+    1. everybody hands every other drafter the gradient sums of the masters kept there
+    2. sums are added in the drafters' order; everybody tells Σ w and its parameters' norms
+    3. everybody divides and clips by the same factor, updates its own masters, and hands out the new weights
 
 With one drafter nothing is exchanged and these are the plain loop's operations in the plain loop's order.
+A lane waits for its device once, in 2, behind all that was launched before; the targets' lanes go on.
 
-What is not finite is told along with 1 and 2, so every drafter knows of it and none updates.
+What is not finite is told along with 2, so every drafter knows of it and none updates.
 """
 
 import math
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.dflash.finite import BadSteps, Trouble, first_trouble, listed
-from engine.dflash.masters import NORM_OVERFLOWS, total_norm
+from engine.dflash.masters import NORM_OVERFLOWS, read_norms, step_factor, total_norm
 from engine.dflash.objective import BlockCounts
 from engine.plain import step_learning_rate
 from engine.replica_check import ReplicaCheck
@@ -31,12 +32,14 @@ Tensors = Mapping[str, Tensor]
 
 @attrs.frozen(eq=False)
 class _Gathered:
-    """What a drafter knows after the first exchange."""
+    """What every drafter knows after the second exchange."""
 
     counts: BlockCounts
     """The step's figures over all drafters."""
-    gradients: list[Tensors]
-    """The drafters' sums for the masters kept here, in the drafters' order."""
+    norms: dict[str, float]
+    """Of every parameter's gradient sum, wherever it is kept."""
+    bad: str | None
+    """The first gradient that is not finite."""
     documents: list[int]
     """Content ids of the step, in micro-batch order."""
     trouble: str | None
@@ -72,6 +75,7 @@ class Optimizer:
             norm = math.nan
         elif weight_sum:
             norm, trouble = self._update(lane, part, meeting, gathered, weight_sum, lr)
+        part.masters.discard()  # what a step without an update leaves
         row = None
         if lane.name == next(iter(self.drafters)):
             self.bad_steps.passed(step, trouble)
@@ -87,19 +91,25 @@ class Optimizer:
             Parcel.made(lane, {name: sums[name] for name in other.masters.names if name in sums})
             for other in self.drafters.values()
         ]
-        figures = part.counts.cpu()
+        del sums
+        given = meeting.exchange(lane, Parcel.made(lane, {}, packets))
+        rank = list(self.drafters).index(lane.name)
+        norms = part.masters.receive([self._taken(lane, parcel.note[rank]) for parcel in given])
+        # Only now is the device waited for.
+        figures, told = part.counts.cpu(), read_norms(norms)
         trouble = first_trouble(part.readings, self.parts.plan.drafter_config.target_layer_ids)
         documents = {reading.micro_batch: reading.document_ids.tolist() for reading in part.readings}
-        met = meeting.exchange(lane, Parcel.made(lane, {}, (figures, packets, trouble, documents)))
-        rank = list(self.drafters).index(lane.name)
-        counts = met[0].note[0]
+        note = (figures, told, part.masters.first_bad(told), trouble, documents)
+        met = [parcel.note for parcel in meeting.exchange(lane, Parcel.made(lane, {}, note))]
+        counts = met[0][0]
         for other in met[1:]:
-            counts = counts + other.note[0]
-        troubles: list[Trouble] = [other.note[2] for other in met if other.note[2] is not None]
-        by_micro_batch = sorted(pair for other in met for pair in other.note[3].items())
+            counts = counts + other[0]
+        troubles: list[Trouble] = [other[3] for other in met if other[3] is not None]
+        by_micro_batch = sorted(pair for other in met for pair in other[4].items())
         return _Gathered(
             counts,
-            [self._taken(lane, parcel.note[1][rank]) for parcel in met],
+            {name: norm for other in met for name, norm in other[1].items()},
+            next((other[2] for other in met if other[2]), None),
             [number for _, ids in by_micro_batch for number in ids],
             min(troubles, key=lambda one: one.micro_batch).text if troubles else None,
         )
@@ -114,18 +124,15 @@ class Optimizer:
         lr: float,
     ) -> tuple[float, str | None]:
         """The gradient's norm before clipping, and what of it is not finite: no drafter updates then."""
-        norms = part.masters.receive(gathered.gradients, weight_sum)
-        told = {name: float(norm) for name, norm in norms.items()}
-        met = meeting.exchange(lane, Parcel.made(lane, {}, (told, part.masters.first_bad(told))))
-        everybody = {name: torch.tensor(norm) for other in met for name, norm in other.note[0].items()}
-        norm = total_norm(everybody, [name for name in part.masters.parameters if name in everybody])
-        if not torch.isfinite(norm):
-            part.masters.discard()
-            bad = next((other.note[1] for other in met if other.note[1]), NORM_OVERFLOWS)
+        names = [name for name in part.masters.parameters if name in gathered.norms]
+        norm = total_norm(gathered.norms, names) / weight_sum
+        if not math.isfinite(norm):
+            bad = gathered.bad or NORM_OVERFLOWS
             return math.nan, f"{bad}; the step's micro-batches were finite; {listed(gathered.documents)}"
-        part.masters.update(norm.to(lane.device), lr=lr, clip=self.parts.plan.schedule.train.clip)
+        clip = self.parts.plan.schedule.train.clip
+        part.masters.update(step_factor(norm, weight_sum, clip), lr=lr)
         self._spread(lane, part, meeting)
-        return float(norm), None
+        return norm, None
 
     def _spread(self, lane: Lane, part: DrafterPart, meeting: Meeting) -> None:
         """Hand the updated weights around."""
@@ -134,9 +141,12 @@ class Optimizer:
         for name, parcel in zip(self.drafters, others, strict=True):
             if name == lane.name:
                 continue
-            with torch.no_grad():
-                for parameter, weight in self._taken(lane, parcel).items():
-                    part.masters.parameters[parameter].copy_(weight)
+            weights = self._taken(lane, parcel)
+            if weights:
+                with torch.no_grad():
+                    torch._foreach_copy_(
+                        [part.masters.parameters[parameter] for parameter in weights], list(weights.values())
+                    )
 
     def _taken(self, lane: Lane, parcel: Parcel[Tensors]) -> Tensors:
         return lane.copy_in(parcel).take(lane)

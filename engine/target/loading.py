@@ -8,10 +8,10 @@ configuration as the causal model it is; no other tower is built or read. Nothin
 network.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import attrs
 import torch
@@ -35,6 +35,16 @@ from engine.target.weights import fill_from_checkpoint
 __all__ = ["Target", "TargetSummary", "bound_kernels", "load_target", "read_target_config"]
 
 
+class TapWalk(Protocol):
+    """Another way through a target's layers."""
+
+    def __call__(self, input_ids: Tensor) -> list[Tensor]:
+        """As `Target.forward_taps`."""
+
+    def kernels(self) -> Mapping[str, str]:
+        """What its operations run as, under the names of `bound_kernels`."""
+
+
 @attrs.frozen(eq=False)
 class Target:
     """A frozen target on one device. Threads may share it: a forward changes nothing in it."""
@@ -49,6 +59,10 @@ class Target:
     """Whether all layers and the final norm are there, so that `logits` can be computed."""
     trust_remote_code: bool
     _view: nn.Module = attrs.field(alias="view", repr=False)
+    walk: TapWalk | None = attrs.field(default=None, repr=False)
+    """What runs the layers in place of the Hugging Face modules, if something does."""
+    notes: Mapping[str, str] = attrs.field(factory=dict)
+    """By topic, what those who replaced the forward, or would not, have to say about it."""
 
     @property
     def embed_tokens(self) -> Tensor:
@@ -72,6 +86,8 @@ class Target:
             One [rows, length, H] per tap, in the target's dtype, without gradient. What stands at
             padded positions means nothing.
         """
+        if self.walk is not None:
+            return self.walk(input_ids)
         return captured_taps(self._view, input_ids, len(self.target_layer_ids))
 
     @torch.no_grad()
@@ -89,8 +105,9 @@ class Target:
         return logits
 
     def kernels(self) -> dict[str, str]:
-        """Which implementation each operation runs as; see `bound_kernels`."""
-        return bound_kernels(self.model)
+        """Which implementation each operation runs as, and the notes; see `bound_kernels`."""
+        replaced = {} if self.walk is None else self.walk.kernels()
+        return {**bound_kernels(self.model), **replaced, **self.notes}
 
 
 def load_target(

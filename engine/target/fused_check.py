@@ -1,0 +1,205 @@
+"""Whether a fused walk computes what the Hugging Face modules do, judged by float32.
+
+Two bfloat16 paths never agree bit for bit, and how far they may be apart depends on the layer. So both
+are compared with the same layers in float32, on the modules' plain PyTorch functions: each layer by itself
+from the same input, so that nothing hides behind errors made earlier, and the taps after the whole way.
+The fused error may be a tenth larger than the unfused one, not more. Float32 weights exist for one layer
+at a time.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from inspect import signature
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from engine.target.fused_layers import Batch, positions
+from engine.target.fused_walk import FusedWalk, on_device, walked_layers
+from engine.target.kernels import Binding, bindings
+from engine.target.loading import Target
+
+ROWS, TOKENS = 2, 128
+"""Two rows, so that states crossing from one to the next would show; two chunks of the delta rule each."""
+
+DEPTH_ALLOWANCE = 2.0
+"""On the taps only: errors of tens of layers grow into one another, and which of two equally good paths ends
+closer is chance. What a layer does wrong shows in the layer; here it would show by tenths, were the residual
+stream carried wrongly."""
+
+FLOORS = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-4}
+"""Relative errors that are rounding alone, and no reason to call a path worse than another."""
+
+
+@attrs.frozen
+class PathError:
+    """Relative errors against float32: root mean square over tokens of ‖x - reference‖ / ‖reference‖."""
+
+    what: str
+    """A kind of layer, or a tap."""
+    fused: float
+    unfused: float
+    allowed: float
+    """What `fused` may be."""
+
+    @property
+    def bad(self) -> bool:
+        return not self.fused <= self.allowed
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.fused:.2e} ({self.unfused:.2e} unfused)"
+
+
+@torch.no_grad()
+def fused_errors(target: Target, walk: FusedWalk, tolerance: float, seed: int = 0) -> list[PathError]:
+    """Compare every layer and every tap of a walk, and of the modules, with float32.
+
+    Other threads must not use the target meanwhile. Needs room for one layer in float32.
+
+    Args:
+        target: with its forward as loaded.
+        tolerance: how much larger a fused error may be than the unfused one.
+        seed: of the random tokens.
+
+    Returns:
+        One entry per kind of layer, then one per tap.
+    """
+    ids = random_tokens(target, seed)
+    calls: list[LayerCall] = []
+    layers = walked_layers(target)
+    with _recorded(layers, calls):
+        taps = target.forward_taps(ids)
+    fused_taps = walk(ids)
+
+    floor = FLOORS[target.dtype]
+    with on_device(target.device), _plain_functions(target.model), _exact_products():
+        angles = positions(walk.model, ids.shape[1], target.device)
+        batch = Batch(ROWS, ids.shape[1], *angles)
+        kinds: dict[str, list[tuple[float, float]]] = {}
+        precise: dict[int, Tensor] = {}
+        stream = calls[0].x.float()
+        for number, (layer, fused, call) in enumerate(zip(layers, walk.layers, calls, strict=True)):
+            reference = _in_float32(layer, call, angles)
+            expected = reference(call.x.float())
+            branch, residual, _ = fused(None, call.x.flatten(0, 1), batch)
+            out = (residual + branch).view_as(call.x)
+            pair = relative_error(out, expected), relative_error(call.out, expected)
+            kinds.setdefault(fused.kind, []).append(pair)
+            stream = reference(stream)
+            if number in target.target_layer_ids:
+                precise[number] = stream
+    found = [
+        _judged(kind, _rms([pair[0] for pair in pairs]), _rms([pair[1] for pair in pairs]), tolerance, floor)
+        for kind, pairs in kinds.items()
+    ]
+    for layer_id, tap, fused_tap in zip(target.target_layer_ids, taps, fused_taps, strict=True):
+        errors = relative_error(fused_tap, precise[layer_id]), relative_error(tap, precise[layer_id])
+        found.append(_judged(f"tap of layer {layer_id}", *errors, tolerance * DEPTH_ALLOWANCE, floor))
+    return found
+
+
+def random_tokens(target: Target, seed: int) -> Tensor:
+    """int64 [2, 128] on the target's device, fewer where its positions end earlier."""
+    tokens = min(TOKENS, target.summary.max_position_embeddings)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, target.summary.vocab_size, (ROWS, tokens), generator=generator)
+    return ids.to(target.device)
+
+
+def relative_error(x: Tensor, reference: Tensor) -> float:
+    """Root mean square over tokens of ‖x - reference‖ / ‖reference‖; each token counts alike, since a few
+    have states hundreds of times larger than the rest. Infinite where a number is not finite."""
+    reference = reference.double()
+    lengths = torch.linalg.vector_norm(reference, dim=-1).clamp(min=1e-30)
+    errors = torch.linalg.vector_norm(x.double() - reference, dim=-1) / lengths
+    error = float(errors.square().mean().sqrt())
+    return error if error == error else float("inf")
+
+
+def _judged(what: str, fused: float, unfused: float, tolerance: float, floor: float) -> PathError:
+    return PathError(what, fused, unfused, tolerance * max(unfused, floor))
+
+
+def _rms(errors: Sequence[float]) -> float:
+    return (sum(error * error for error in errors) / len(errors)) ** 0.5
+
+
+@attrs.frozen(eq=False)
+class LayerCall:
+    """How a model called one of its decoder layers."""
+
+    x: Tensor
+    """[rows, length, H]"""
+    arguments: dict[str, Any]
+    out: Tensor
+
+
+@contextmanager
+def _recorded(layers: Sequence[nn.Module], calls: list[LayerCall]) -> Iterator[None]:
+    """Append each layer's call to `calls` while the block runs the model."""
+
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        x = args[0] if args else kwargs["hidden_states"]
+        rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        calls.append(LayerCall(x, rest, out[0] if isinstance(out, tuple) else out))
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hook = layer.register_forward_hook(record, with_kwargs=True)
+            hooks.callback(hook.remove)
+        yield
+
+
+def _in_float32(
+    layer: nn.Module, call: LayerCall, angles: tuple[Tensor, Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """A layer with float32 weights, to be called on inputs like that of `call`."""
+    precise = copy.deepcopy(layer).float()
+    arguments = {
+        name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in call.arguments.items()
+    }
+    arguments["position_embeddings"] = tuple(angle[None] for angle in angles)
+
+    def run(x: Tensor) -> Tensor:
+        out = precise(x, **arguments)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+@contextmanager
+def _plain_functions(model: nn.Module) -> Iterator[None]:
+    """Let the model's operations run as the plain PyTorch functions that its file has for them."""
+    chosen = bindings(model)
+    before = [vars(binding.module)[binding.attribute] for binding in chosen]
+    try:
+        for binding in chosen:
+            setattr(binding.module, binding.attribute, _plain(binding))
+        yield
+    finally:
+        for binding, call in zip(chosen, before, strict=True):
+            setattr(binding.module, binding.attribute, call)
+
+
+def _plain(binding: Binding) -> Callable[..., Any]:
+    known = frozenset(signature(binding.plain).parameters)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return binding.plain(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    return call
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """float32 matrix products in float32, whatever the process allows otherwise."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

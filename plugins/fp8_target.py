@@ -1,0 +1,81 @@
+"""The frozen target's matrix products in 8 bits, with a scale per token and per output channel.
+
+For GPUs from Ada and Hopper on, where such a product takes little more than half the time of a bfloat16
+one. The drafter learns from what the taps then are, so a server should run the target in the same way.
+Weights are quantised when the run starts, and the originals are freed. How far the taps move is measured
+then, against the bfloat16 walk, and noted; `max_error` bounds it.
+"""
+
+from typing import Annotated, Literal
+
+import attrs
+import torch
+from torch import nn
+
+from engine.errors import DifferenceFound, InputError
+from engine.hookspecs import hookimpl
+from engine.runtime.lane import Lane
+from engine.target.fp8 import fp8_walk, unfit
+from engine.target.fused_check import random_tokens, relative_error
+from engine.target.fused_walk import FusedWalk
+from engine.target.loading import Target
+from engine.toml_tables import Bounds
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """Where it is used, and how far the taps may move."""
+
+    on: Literal["gpu", "all"] = "gpu"
+    """`all`: on a CPU too, where 8-bit products are emulated, slowly: to see what they do to training."""
+    max_error: Annotated[float, Bounds(above=0.0)] = 0.2
+    """Of the taps' relative error against bfloat16, root mean square over tokens."""
+
+
+class Fp8Target:
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._made: dict[nn.Module, Target] = {}  # lanes on one device share a model, and so a walk
+
+    @hookimpl
+    def wrap_target(self, target: Target, lane: Lane) -> Target | None:
+        if self.options.on == "gpu" and lane.device.type != "cuda":
+            return None
+        if target.model not in self._made:
+            self._made[target.model] = self._quantised(target)
+        return self._made[target.model]
+
+    def _quantised(self, target: Target) -> Target:
+        walk = target.walk if isinstance(target, Target) else None
+        if not isinstance(walk, FusedWalk):
+            said = target.notes.get("fused_target", "plugins.fused_target did not come before it")
+            raise InputError(
+                f"8-bit products are made of a fused target's projections, and this target is not fused "
+                f"({said}). Let plugins.fused_target come first, with its `on` fitting {target.device}, or "
+                "leave plugins.fp8_target out"
+            )
+        if target.device.type == "cuda" and (reason := unfit(walk)):
+            raise InputError(f"{reason}; leave plugins.fp8_target out")
+        ids = random_tokens(target, seed=0)
+        expected = walk(ids)
+        # Evaluation decodes with the module itself where the whole target is there.
+        quantised = fp8_walk(target, walk, release=not target.has_head)
+        errors = [relative_error(tap, plain) for tap, plain in zip(quantised(ids), expected, strict=True)]
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)  # lanes read the weights on streams of their own
+        told = ", ".join(
+            f"tap of layer {layer} {error:.2e}"
+            for layer, error in zip(target.target_layer_ids, errors, strict=True)
+        )
+        if not max(errors) <= self.options.max_error:
+            raise DifferenceFound(
+                f"8-bit products move the taps on {target.device} too far from bfloat16: {told}; at most "
+                f"{self.options.max_error:g} is allowed (plugins.fp8_target's max_error); leave the plugin "
+                "out, or allow more"
+            )
+        notes = {**target.notes, "fp8_target": f"relative error against bfloat16: {told}"}
+        return attrs.evolve(target, walk=quantised, notes=notes)
+
+
+def make(options: Options) -> Fp8Target:
+    return Fp8Target(options)

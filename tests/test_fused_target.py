@@ -1,0 +1,303 @@
+"""The fused walk stands for the Hugging Face modules: the same taps, no further from float32, or an error."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from test_target import settings_of, write_config
+from torch import Tensor
+
+from engine.errors import DifferenceFound, TargetError
+from engine.target import fused_operations
+from engine.target.fused_check import fused_errors, relative_error
+from engine.target.fused_layers import why_not
+from engine.target.fused_operations import gpu_operations, torch_operations
+from engine.target.fused_walk import FusedWalk, fused_walk
+from engine.target.loading import Target, load_target
+from plugins import fused_target
+from plugins.fused_target import FusedTarget, Options
+
+KINDS = ["qwen3_5_text", "qwen3", "llama"]
+TAPS = (0, 2, 4)
+CPU_LANE: Any = SimpleNamespace(device=torch.device("cpu"))
+GPU_LANE: Any = SimpleNamespace(device=torch.device("cuda", 0))
+
+
+def random_target(
+    folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, device: str = "cpu", **changes: Any
+) -> Target:
+    """A small target whose norms and gates are not at their initial values, where mistakes cancel."""
+    keep_head = changes.pop("keep_head", False)
+    target = load_target(
+        write_config(folder, settings_of(kind, **changes)),
+        target_layer_ids=TAPS,
+        dtype=dtype,
+        device=torch.device(device),
+        init="random",
+        keep_head=keep_head,
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in target.model.parameters():
+            if parameter.ndim == 1:
+                noise = torch.randn(parameter.shape, generator=generator) * 0.3
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
+    return target
+
+
+def ids_of(target: Target, rows: int = 2, length: int = 70) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, target.summary.vocab_size, (rows, length), generator=generator)
+    return ids.to(target.device)
+
+
+@pytest.mark.parametrize("keep_head", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_walk_s_taps_are_the_modules(tmp_path: Path, kind: str, keep_head: bool) -> None:
+    target = random_target(tmp_path, kind, keep_head=keep_head)
+    walk = fused_walk(target, torch_operations())
+    ids = ids_of(target)
+    for tap, expected in zip(walk(ids), target.forward_taps(ids), strict=True):
+        assert tap.shape == expected.shape and tap.dtype == expected.dtype and not tap.requires_grad
+        assert relative_error(tap, expected) < 1e-4
+    assert len(walk.layers) == TAPS[-1] + 1, "layers behind the last tap are not run"
+
+
+def test_a_walk_changes_nothing_in_the_model_and_a_second_one_is_as_good(tmp_path: Path) -> None:
+    target = random_target(tmp_path, "qwen3_5_text", keep_head=True)
+    ids = ids_of(target)
+    before = {name: value.clone() for name, value in target.model.state_dict().items()}
+    logits = target.logits(ids)
+    first, second = (fused_walk(target, torch_operations()) for _ in range(2))
+    taps = first(ids)
+    assert all(torch.equal(a, b) for a, b in zip(taps, second(ids), strict=True))
+    assert torch.equal(target.logits(ids), logits)
+    assert all(torch.equal(value, before[name]) for name, value in target.model.state_dict().items())
+    kept = [tap.clone() for tap in taps]
+    first(ids.flip(1))
+    assert all(torch.equal(a, b) for a, b in zip(taps, kept, strict=True)), "later calls leave taps alone"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_the_right_and_no_other_row_reaches_a_token(tmp_path: Path, kind: str) -> None:
+    target = random_target(tmp_path, kind)
+    walk = fused_walk(target, torch_operations())
+    ids = ids_of(target)
+    changed = ids.clone()
+    changed[0, 40:] += 1
+    changed %= target.summary.vocab_size
+    for tap, other in zip(walk(ids), walk(changed), strict=True):
+        assert torch.equal(tap[0, :40], other[0, :40]) and torch.equal(tap[1], other[1])
+        assert not torch.equal(tap[0, 40:], other[0, 40:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_bfloat16_each_kind_of_layer_is_at_most_a_tenth_further_from_float32(
+    tmp_path: Path, kind: str
+) -> None:
+    target = random_target(tmp_path, kind, dtype=torch.bfloat16, initializer_range=0.05)
+    errors = fused_errors(target, fused_walk(target, torch_operations()), tolerance=1.1)
+    hybrid = {"linear_attention", "full_attention"}
+    assert {error.what for error in errors[: -len(TAPS)]} == (
+        hybrid if kind == "qwen3_5_text" else {"full_attention"}
+    )
+    for error in errors:
+        assert 0 < error.fused < 0.1 and not error.bad, str(error)
+
+
+def spoilt(name: str) -> Any:
+    """An operations table with one mistake, of the kind that training would not show."""
+    table = torch_operations()
+    wrong: dict[str, Any] = {
+        "add_norm": lambda branch, residual, norm, plain: fused_operations.add_norm(
+            branch, residual, attrs.evolve(norm, weight=norm.weight - 1), plain
+        ),
+        "swiglu": lambda gate, up: fused_operations.swiglu(up, gate),
+        "convolve": lambda x, weight: fused_operations.convolve(x, weight.flip(1)),
+        "delta_rule": lambda q, k, v, decay, beta, *rest: fused_operations.delta_rule(
+            q, k, v, beta, decay, *rest
+        ),
+        "gated_norm": lambda x, gate, norm: fused_operations.gated_norm(x, gate.sigmoid(), norm),
+        "rotate": lambda x, norm, cos, sin: fused_operations.rotate(x, norm, cos, -sin),
+        "gate_heads": lambda x, gate: fused_operations.gate_heads(x, None),
+    }
+    return attrs.evolve(table, **{name: wrong[name]})
+
+
+@pytest.mark.parametrize(
+    "name", ["add_norm", "swiglu", "convolve", "delta_rule", "gated_norm", "rotate", "gate_heads"]
+)
+def test_an_operation_that_computes_something_else_is_found_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    target = random_target(tmp_path, "qwen3_5_text", dtype=torch.bfloat16)
+    monkeypatch.setattr(fused_target, "torch_operations", lambda: spoilt(name))
+    with pytest.raises(
+        DifferenceFound, match="further from float32 than the module is: .*attention"
+    ) as error:
+        FusedTarget(Options(on="all")).wrap_target(target, CPU_LANE)
+    assert error.value.exit_code == 7
+
+
+def test_a_cpu_lane_is_left_alone_unless_all_are_asked_for_and_lanes_of_a_device_share_a_walk(
+    tmp_path: Path,
+) -> None:
+    target = random_target(tmp_path, "qwen3")
+    for on in ("auto", "gpu", "never"):
+        assert FusedTarget(Options(on=on)).wrap_target(target, CPU_LANE) is None  # type: ignore[arg-type]
+    assert FusedTarget(Options(on="never")).wrap_target(target, GPU_LANE) is None
+    plugin = FusedTarget(Options(on="all"))
+    fused = plugin.wrap_target(target, CPU_LANE)
+    assert fused is not None and plugin.wrap_target(target, CPU_LANE) is fused
+    ids = ids_of(target)
+    expected = fused_walk(target, torch_operations())(ids)
+    assert all(torch.equal(a, b) for a, b in zip(fused.forward_taps(ids), expected, strict=True))
+    kernels = fused.kernels()
+    assert kernels["norm"].startswith("torch (fused walk") and "full_attention" in kernels["fused_target"]
+    assert target.kernels()["norm"].endswith("Qwen3RMSNorm.forward"), "the target as loaded is as it was"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            "there are sliding_attention layers",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            r"change with the length \(dynamic\)",
+        ),
+    ],
+)
+def test_a_target_it_does_not_know_is_left_as_it_is_and_noted_or_refused_where_it_was_asked_for(
+    tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    target = random_target(tmp_path, "qwen3", **changes)
+    left = FusedTarget(Options())._fused(target, on_gpu=True)
+    assert left.walk is None and left.kernels()["fused_target"].startswith("not used: ")
+    with pytest.raises(TargetError, match=rf"cannot be fused: .*{reason}.*leave plugins.fused_target out"):
+        FusedTarget(Options(on="all")).wrap_target(target, CPU_LANE)
+
+
+def test_another_architecture_is_named(tmp_path: Path) -> None:
+    target = random_target(tmp_path, "qwen3")
+    target.model.config.model_type = "gemma3_text"
+    assert "gemma3_text is none of the architectures it knows" in str(why_not(target.model))
+
+
+INTERPRETED = """
+import torch
+from engine.target import fp8_kernels, fused_operations
+from engine.target.fp8 import QuantizedRows
+from engine.target.fused_operations import Norm
+from engine.target.rotary_kernel import norm_and_rotate
+
+def close(a, b):
+    assert a.shape == b.shape and torch.allclose(a, b, atol=1e-5, rtol=1e-5), (a - b).abs().max()
+
+def room(rows, width, device):  # the interpreter rounds to 8 bits wrongly, so scaled values stay float32
+    return torch.empty(rows, width), torch.empty(rows, 1)
+
+fp8_kernels._room, fp8_kernels.PIECE = room, 64
+
+def quantised(rows, expected):
+    close(rows.scales, expected.abs().amax(1, keepdim=True) / 448)
+    close(rows.values * rows.scales, expected)
+
+torch.manual_seed(0)
+rows, length = 6, 3
+for heads, width, rotary, apart, normed in ((3, 20, 8, 40, True), (4, 16, 16, 16, False)):
+    x = torch.randn(rows, heads, apart)[..., :width]
+    norm = Norm(torch.randn(width), 1e-6) if normed else None
+    angle = torch.randn(length, rotary // 2).repeat(1, 2)
+    args = x, norm, angle.cos(), angle.sin()
+    close(norm_and_rotate(*args), fused_operations.rotate(*args))
+
+x, residual, norm = torch.randn(rows, 200), torch.randn(rows, 200), Norm(torch.randn(200), 1e-6)
+for branch in (x, None):
+    got, total = fp8_kernels.add_norm(branch, residual, norm, True)
+    expected, expected_total = fused_operations.add_norm(branch, residual, norm, True)
+    quantised(got, expected)
+    close(got.plain, expected)
+    close(total, expected_total)
+quantised(fp8_kernels.swiglu(x, residual), fused_operations.swiglu(x, residual))
+x, wide, norm = torch.randn(rows, 6, 40), torch.randn(rows, 6, 80), Norm(torch.randn(40), 1e-6)
+gate = wide[..., 40:]
+quantised(fp8_kernels.gate_heads(x, gate), fused_operations.gate_heads(x, gate))
+quantised(fp8_kernels.gate_heads(x, None), fused_operations.gate_heads(x, None))
+quantised(fp8_kernels.gated_norm(x, gate, norm), fused_operations.gated_norm(x, gate, norm))
+"""
+
+
+def test_the_project_s_own_kernels_compute_what_plain_pytorch_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_the_kernels_are_as_exact_as_the_modules(tmp_path: Path, kind: str) -> None:
+    heads = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.05}
+    if kind == "qwen3_5_text":
+        rope = settings_of(kind)["rope_parameters"] | {"mrope_section": [4, 2, 2]}
+        heads |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "rope_parameters": rope}
+    target = random_target(tmp_path, kind, dtype=torch.bfloat16, device="cuda:0", **heads)
+    fused = FusedTarget(Options(on="gpu")).wrap_target(target, GPU_LANE)
+    assert fused is not None and isinstance(fused.walk, FusedWalk)
+    assert fused.kernels()["norm"].startswith("fla.")
+    for rows, length in ((1, 512), (3, 200), (4, 64)):
+        ids = ids_of(target, rows, length)
+        plain = fused_walk(target, torch_operations())(ids)
+        for tap, expected in zip(fused.forward_taps(ids), plain, strict=True):
+            assert relative_error(tap, expected) < 0.03
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_table_s_kernels_take_views_and_return_what_plain_pytorch_does() -> None:
+    torch.manual_seed(0)
+    device, table, plain = torch.device("cuda", 0), gpu_operations(), torch_operations()
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).bfloat16()
+
+    norm = fused_operations.Norm(torch.rand(256, device=device) + 0.5, 1e-6)
+    small = fused_operations.Norm(torch.rand(64, device=device) + 0.5, 1e-6)
+    cos, sin = torch.randn(2, 100, 32, device=device)
+    wide = draw(200, 6, 128)
+    mixed = draw(2, 100, 96)
+    A_log, dt_bias = torch.rand(2, 4, device=device)
+    calls: dict[str, tuple[Any, ...]] = {
+        "add_norm": (draw(200, 256), draw(200, 256), norm, False),
+        "swiglu": (draw(200, 512), draw(200, 512)),
+        "convolve": (mixed[..., 32:64], draw(32, 4)),
+        "delta_rule": (
+            draw(2, 100, 2, 32),
+            draw(2, 100, 2, 32),
+            draw(2, 100, 4, 32),
+            *draw(2, 100, 8).chunk(2, dim=2),
+            A_log,
+            dt_bias,
+        ),
+        "gated_norm": (draw(200, 4, 64), draw(200, 4, 64), small),
+        "rotate": (wide[..., :64], small, cos, sin),
+        "gate_heads": (draw(200, 6, 64), wide[..., 64:]),
+    }
+    for name, arguments in calls.items():
+        got, expected = (getattr(operations, name)(*arguments) for operations in (table, plain))
+        got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
+        for x, y in zip(got, expected, strict=True):
+            assert x.shape == y.shape and x.dtype == y.dtype
+            assert relative_error(x, y) < (0.02 if name == "delta_rule" else 0.005), name
