@@ -38,8 +38,7 @@ def stateless_hash(*keys: int | Tensor) -> Tensor:
     state = torch.zeros((), dtype=torch.int64, device=device)
     for key in keys:
         if not isinstance(key, Tensor):
-            wrapped = ((key + (1 << 63)) % (1 << 64)) - (1 << 63)
-            key = torch.tensor(wrapped, dtype=torch.int64, device=device)
+            key = ((key + (1 << 63)) % (1 << 64)) - (1 << 63)
         state = _finalise(state + key + _GOLDEN)
     return _shift_right(state, 1)
 

@@ -14,6 +14,7 @@ from torch import nn
 from engine.errors import DifferenceFound, InputError
 from engine.run import run
 from engine.schedule import load_schedule
+from engine.target import fp8
 from engine.target.fp8 import (
     LARGEST,
     Fp8Projection,
@@ -90,7 +91,7 @@ def test_quantised_weights_are_freed_unless_the_whole_target_is_there_to_decode_
     for keep_head in (False, True):
         folder = tmp_path / str(keep_head)
         target = random_target(folder, "qwen3_5_text", dtype=torch.bfloat16, keep_head=keep_head)
-        made = Fp8Target(Options(on="all", max_error=10.0)).wrap_target(fused(target), CPU_LANE)
+        made = Fp8Target(Options(on="all")).wrap_target(fused(target), CPU_LANE)
         assert made is not None
         layer = target.model.base_model.layers[0]
         assert bool(layer.mlp.gate_proj.weight.numel()) == keep_head
@@ -101,10 +102,22 @@ def test_quantised_weights_are_freed_unless_the_whole_target_is_there_to_decode_
 
 
 def test_taps_that_move_too_far_end_the_run(tmp_path: Path) -> None:
+    for option in ("max_error", "max_layer_error"):
+        target = fused(random_target(tmp_path / option, "qwen3", dtype=torch.bfloat16))
+        with pytest.raises(
+            DifferenceFound, match=rf"too far from bfloat16: tap of layer 0 .*{option}"
+        ) as error:
+            Fp8Target(Options(on="all", **{option: 1e-3})).wrap_target(target, CPU_LANE)
+        assert error.value.exit_code == 7
+
+
+def test_a_layer_with_a_wrong_scale_is_found_whatever_the_taps_may_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = fused(random_target(tmp_path, "qwen3", dtype=torch.bfloat16))
-    with pytest.raises(DifferenceFound, match=r"too far from bfloat16: tap of layer 0 .*max_error") as error:
-        Fp8Target(Options(on="all", max_error=1e-3)).wrap_target(target, CPU_LANE)
-    assert error.value.exit_code == 7
+    monkeypatch.setattr(fp8, "LARGEST", fp8.LARGEST / 2**16)
+    with pytest.raises(DifferenceFound, match=r"of one layer .*max_layer_error is 0.25"):
+        Fp8Target(Options(on="all")).wrap_target(target, CPU_LANE)
 
 
 def test_a_target_that_is_not_fused_is_refused_with_what_to_do(tmp_path: Path) -> None:

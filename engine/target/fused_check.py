@@ -101,6 +101,30 @@ def fused_errors(target: Target, walk: FusedWalk, tolerance: float, seed: int = 
     return found
 
 
+def outputs_of_all_layers(walk: FusedWalk, input_ids: Tensor) -> list[Tensor]:
+    """What every layer of a walk puts out, [rows, length, H] each."""
+    return attrs.evolve(walk, target_layer_ids=tuple(range(len(walk.layers))))(input_ids)
+
+
+@torch.no_grad()
+def layer_errors(walk: FusedWalk, outputs: Sequence[Tensor]) -> list[float]:
+    """Relative errors of what each layer but the first adds to its input, as `relative_error`.
+
+    Args:
+        outputs: of all layers of a walk over the same target that is taken to be right; each is the next
+            layer's input, so that errors do not grow from layer to layer.
+    """
+    rows, length, _ = outputs[0].shape
+    errors = []
+    with on_device(walk.device):
+        batch = Batch(rows, length, *positions(walk.model, length, walk.device))
+        for layer, x, expected in zip(walk.layers[1:], outputs, outputs[1:], strict=False):
+            branch, residual, _ = layer(None, x.flatten(0, 1), batch)
+            out = (residual + branch).view_as(x)
+            errors.append(relative_error(out.float() - x.float(), expected.float() - x.float()))
+    return errors
+
+
 def random_tokens(target: Target, seed: int) -> Tensor:
     """int64 [2, 128] on the target's device, fewer where its positions end earlier."""
     tokens = min(TOKENS, target.summary.max_position_embeddings)
