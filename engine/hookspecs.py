@@ -182,10 +182,12 @@ def load_target(
     target_layer_ids: Sequence[int],
     device: torch.device,
     seed: int,
+    keep_head: bool,
     progress: Callable[[str], None] | Progress,
 ) -> Target | None:
     """The frozen target on one device, with forward hooks at its taps.
 
+    `keep_head`: with the layers behind the last tap and the final norm, so that it can decode.
     `progress` takes a line per file read, or is rich's display, for a bar. `folder` is `target.path`
     resolved. Copies for further lanes are the engine's; it calls this once.
     """

@@ -161,6 +161,7 @@ def plan_memory(
         dtype=_dtype(schedule.target.dtype),
         device=torch.device("meta"),
         init="random",
+        keep_head=schedule.keeps_whole_target,
         trust_remote_code=schedule.target.trust_remote_code,
     )
     target_weights = sum(parameter.nbytes for parameter in target.model.parameters())
@@ -277,7 +278,8 @@ def _target_items(run: _Run, device: str, lanes: int, weights: int) -> tuple[lis
     waiting = -(-len(run.drafters) * run.depth // len(run.targets)) + 1
     taps = run.tokens * run.taps_width * run.target_e
     packed = run.packed_length * run.taps_width * max(run.target_e, run.drafter_e)
-    layers = max(run.config.target_layer_ids) + 1
+    whole = run.schedule.keeps_whole_target
+    layers = run.summary.layers if whole else max(run.config.target_layer_ids) + 1
     to_bfloat16 = ("target.dtype",) if run.target_e == 4 else ()
     held = [
         Item(

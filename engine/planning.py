@@ -27,6 +27,7 @@ from engine.schedule import Schedule
 from engine.schedule_checks import check_against_manifest, check_against_target
 from engine.schedule_stages import predecessors
 from engine.target.configuration import TargetSummary, read_target_config
+from engine.warm_start import check_warm_start
 
 
 @attrs.frozen(kw_only=True)
@@ -89,6 +90,8 @@ def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
     summary = read_target_config(resolve(schedule.target.path))
     schedule = check_against_target(schedule, summary)
     config = drafter_config(schedule, summary)
+    if schedule.drafter.init != "fresh":
+        check_warm_start(Path(schedule.drafter.init), config)
     recipe = Recipe(
         features=host.choose("make_feature_path", config=config),
         weights=host.choose_named(

@@ -17,6 +17,7 @@ import transformers
 from rich.console import Console
 
 from engine.checkpoint_writer import CheckpointWriter, Written
+from engine.decoded_sample import print_sample
 from engine.device_trust import check_attention, check_kernels, probed_links
 from engine.dflash.decoding import Evaluation
 from engine.disk_space import check_first_room
@@ -40,6 +41,7 @@ from engine.schedule import Schedule
 from engine.shape_buckets import shape_buckets
 from engine.stretches import train_in_stretches
 from engine.target.taps import check_taps
+from engine.target_agreement import report_agreement
 from engine.training_parts import TrainingParts, load_parts, peak_memory
 
 
@@ -169,6 +171,7 @@ def _run(
         if readied:
             say(str(readied))
         check_attention(parts, say)
+        agreement = report_agreement(parts, facts["target weights (fingerprint)"], say)
         if tuned:
             tuned.save()
     except BaseException as error:  # whatever it was: a run without a first step is no run
@@ -178,7 +181,12 @@ def _run(
         raise
     folder.write_schedule(plan.schedule.to_toml())
     folder.write_environment(
-        environment() | {"kernels": parts.targets[0].kernels(), "links": parts.links.facts()}
+        environment()
+        | {
+            "kernels": parts.targets[0].kernels(),
+            "links": parts.links.facts(),
+            "target_agreement": agreement,
+        }
     )
     panel = make_panel(last, console, log_every=schedule.run.log_every)
     report = Reporter(folder, panel, plan.host, last, heartbeat)
@@ -226,6 +234,9 @@ def _run(
     console.print(f"checkpoint: {result.checkpoint}", markup=False, highlight=False, soft_wrap=True)
     if result.steps < last:
         guard.interrupts.check()
+    else:
+        with guard.watchdog.over("decoding a sample"):
+            print_sample(parts, result.checkpoint, console)
     return result
 
 

@@ -62,7 +62,7 @@ class Run:
     keep_every: CountOrZero = 0
     """Checkpoints whose step is a multiple of this are kept besides; 0: none."""
     eval_every: CountOrZero = 0
-    """Steps between two evaluations on held-out text; 0: never while training."""
+    """Steps between two evaluations on held-out text; 0: never while training, and the target is cut."""
     cpu_threads: Count = 1
     """Threads of one CPU operation. A matrix product's last bits may depend on it."""
     gpu_memory_gb: Positive | None = None
@@ -116,7 +116,7 @@ class Drafter:
     is_causal: bool | None = None
     """Whether a block is causal inside; left out: sliding layers are, full ones are not."""
     init: str = "fresh"
-    """`fresh`, or the folder of an exported drafter to go on from."""
+    """`fresh`, or a folder to go on from: ours, a published one, or of speculators or TorchSpec."""
     dtype: Dtype = "bfloat16"
     """Of the computation; master weights are float32 always."""
     attention: Literal["auto", "dense", "flex"] = "auto"
@@ -235,6 +235,11 @@ class Schedule:
     def depth(self) -> int:
         """How many micro-batches a drafter lane may have waiting."""
         return credit_depth(self.stage)
+
+    @property
+    def keeps_whole_target(self) -> bool:
+        """Whether the run's targets keep the layers behind the last tap, so that they can decode."""
+        return bool(self.run.eval_every) and self.data.held_out is not None
 
     def to_toml(self) -> str:
         """The effective configuration, defaults included; reads back as an equal schedule."""

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
-import orjson
 
-from engine.errors import ScheduleError
+from engine.errors import CheckpointError, ScheduleError
 from engine.schedule import Drafter, Schedule
 from engine.toml_text import shown
+from engine.warm_start import read_earlier
 
 
 class TargetFacts(Protocol):
@@ -78,20 +78,10 @@ def _mask_problems(mask_token_id: int, summary: TargetFacts) -> Iterator[str]:
 
 def _earlier_drafter_problems(drafter: Drafter, summary: TargetFacts) -> Iterator[str]:
     key = f"drafter.init = {shown(drafter.init)}"
-    path = Path(drafter.init) / "config.json"
     try:
-        config = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        yield f'{key}: no config.json there; give the folder of an exported drafter, or "fresh"'
-        return
-    except OSError as error:
-        yield f"{key}: {path} cannot be read: {error.strerror}"
-        return
-    except orjson.JSONDecodeError as error:
-        yield f"{key}: {path} is not JSON ({error}); export the drafter again"
-        return
-    if not isinstance(config, dict) or not isinstance(config.get("dflash_config"), dict):
-        yield f'{key}: {path} has no "dflash_config", so this is no exported DFlash drafter'
+        config = read_earlier(Path(drafter.init)).config
+    except CheckpointError as error:
+        yield f"{key}: {error}"
         return
     for name, wanted, wanted_by in _expected_config(drafter, summary):
         table, _, inner = name.rpartition(".")

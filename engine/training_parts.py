@@ -15,7 +15,6 @@ from rich.progress import Progress
 
 from engine.data.batches import MicroBatch
 from engine.dflash.drafter import Drafter, build_drafter
-from engine.dflash.export import fill_drafter, read_drafter_config, read_drafter_weights
 from engine.dflash.finite import Reading
 from engine.dflash.masters import Masters, share_out
 from engine.dflash.objective import BlockCounts
@@ -24,6 +23,7 @@ from engine.dflash.training import Packed, Recipe, SharedWeights
 from engine.planning import RunPlan
 from engine.runtime.links import Links
 from engine.target.loading import Target, copy_target
+from engine.warm_start import warm_start
 
 
 @attrs.define(eq=False)
@@ -112,7 +112,7 @@ def load_parts(
     return TrainingParts(
         plan=plan,
         targets=[by_device[device] for device in target_devices],
-        drafters=make_drafters(plan, drafter_devices, shared, links),
+        drafters=make_drafters(plan, drafter_devices, shared, links, say),
         links=links,
     )
 
@@ -129,6 +129,7 @@ def make_drafters(
     devices: Sequence[torch.device],
     shared: Mapping[torch.device, SharedWeights],
     links: Links,
+    say: Callable[[str], None],
 ) -> list[DrafterPart]:
     """A drafter per device named, all with the same weights, the masters shared out over them."""
     train, config = plan.schedule.train, plan.drafter_config
@@ -136,7 +137,13 @@ def make_drafters(
     for rank, device in enumerate(devices):
         drafter = build_drafter(config, device, plan.compute_dtype)
         drafter.requires_grad_(True)
-        _fill(drafter, plan, parts[0].drafter if parts else None, links)
+        if parts:  # a copy is quicker than drawing or reading the same numbers again
+            _copy(drafter, parts[0].drafter, links)
+        elif plan.schedule.drafter.init == "fresh":
+            drafter.initialise(plan.schedule.run.seed)
+        else:
+            for line in warm_start(drafter, Path(plan.schedule.drafter.init), shared[device]):
+                say(line)
         sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
 
         def make_optimizer(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -157,16 +164,9 @@ def make_drafters(
 
 
 @torch.no_grad()
-def _fill(drafter: Drafter, plan: RunPlan, first: Drafter | None, links: Links) -> None:
-    init = plan.schedule.drafter.init
-    if first is not None:  # a copy is quicker than drawing or reading the same numbers again
-        for parameter, original in zip(drafter.parameters(), first.parameters(), strict=True):
-            links.copy(parameter, original)
-    elif init == "fresh":
-        drafter.initialise(plan.schedule.run.seed)
-    else:
-        folder = Path(init)
-        fill_drafter(drafter, read_drafter_weights(folder, read_drafter_config(folder)), init)
+def _copy(drafter: Drafter, first: Drafter, links: Links) -> None:
+    for parameter, original in zip(drafter.parameters(), first.parameters(), strict=True):
+        links.copy(parameter, original)
 
 
 def _load_target(
@@ -179,6 +179,7 @@ def _load_target(
         target_layer_ids=plan.drafter_config.target_layer_ids,
         device=device,
         seed=plan.schedule.run.seed,
+        keep_head=plan.schedule.keeps_whole_target,
         progress=progress or say,
     )
     short = {name: ".".join(kernel.split(".")[-2:]) for name, kernel in target.kernels().items()}

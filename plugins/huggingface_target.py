@@ -1,4 +1,4 @@
-"""The default target loader: a Hugging Face causal model, cut behind its last tap."""
+"""The default target loader: a Hugging Face causal model, cut behind its last tap where nobody decodes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +27,7 @@ class HuggingFaceTarget:
         target_layer_ids: Sequence[int],
         device: torch.device,
         seed: int,
+        keep_head: bool,
         progress: Callable[[str], None] | Progress,
     ) -> Target:
         return load_huggingface_target(
@@ -35,6 +36,7 @@ class HuggingFaceTarget:
             dtype=getattr(torch, target.dtype),
             device=device,
             init=target.init,
+            keep_head=keep_head,
             trust_remote_code=target.trust_remote_code,
             seed=seed,
             progress=progress,

@@ -77,14 +77,16 @@ def test_the_large_drafter_has_1_730_billion_parameters(large: tuple[Schedule, T
     assert round(size(plan, "cpu", "drafter weights") / 2 / 1e9, 3) == 1.730
 
 
-def test_target_weights_are_those_that_loading_allocates(tmp_path: Path) -> None:
-    schedule, summary = small_schedule(tmp_path)
+@pytest.mark.parametrize("eval_every", [0, 3], ids=["cut", "whole"])
+def test_target_weights_are_those_that_loading_allocates(tmp_path: Path, eval_every: int) -> None:
+    schedule, summary = small_schedule(tmp_path, f"run.eval_every={eval_every}")
     target = load_target(
         schedule.target.path,
         target_layer_ids=schedule.drafter.target_layer_ids or (),
         dtype=torch.float32,
         device=torch.device("cpu"),
         init="random",
+        keep_head=eval_every > 0,
     )
     real = sum(parameter.untyped_storage().nbytes() for parameter in target.model.parameters())
     assert size(planned(schedule, summary), "cpu", "target weights") == real

@@ -252,6 +252,13 @@ def test_random_weights_need_only_a_configuration_and_are_sane(tmp_path: Path, k
             assert torch.equal(parameter, torch.zeros(WIDTH) if centred else torch.ones(WIDTH)), name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_weights_do_not_depend_on_where_the_target_is_cut(tmp_path: Path, kind: str) -> None:
+    folder = write_config(tmp_path, settings_of(kind))
+    cut, whole = (load(folder, init="random", keep_head=keep).model.state_dict() for keep in (False, True))
+    assert len(cut) < len(whole) and all(torch.equal(cut[name], whole[name]) for name in cut)
+
+
 def test_drawing_random_weights_leaves_the_callers_generator_alone(tmp_path: Path) -> None:
     folder = write_config(tmp_path, settings_of("qwen3_5_text"))
     torch.manual_seed(3)

@@ -8,6 +8,7 @@ The output folder appears only when everything went well.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from rich.console import Console
 
+from engine.data.answer_file import AnswerFile
 from engine.data.chat import (
     BadRow,
     ChatTemplate,
@@ -28,6 +30,7 @@ from engine.data.chat import (
     vocabulary_size,
 )
 from engine.data.documents import in_held_out
+from engine.data.regeneration import AnswerWriter, RegeneratingReader, settings_of
 from engine.data.report import Report, Skipped, print_report, show_document, write_skipped
 from engine.data.shards import ShardWriter, answer_id, content_id, first_label, fresh_folder
 from engine.errors import DataError
@@ -50,6 +53,7 @@ def prepare(
     overwrite: bool = False,
     answers: Literal["all", "last"] = "all",
     template_options: Mapping[str, Any] | None = None,
+    answer_writer: AnswerWriter | None = None,
     console: Console | None = None,
 ) -> Report:
     """Turn JSONL files into a folder of documents, print what was kept, and return the report.
@@ -65,6 +69,8 @@ def prepare(
         overwrite: replace documents that `output` holds.
         answers: supervise "all" answers of a conversation or the "last" one only.
         template_options: variables for the chat template, e.g. `{"enable_thinking": False}`.
+        answer_writer: writes all answers anew, in place of those in the files. What it wrote is kept
+            beside `output` until the folder is whole, also when this is killed.
 
     Raises:
         DataError: a file is missing or empty, too many rows are bad, none is left, a held-out side is
@@ -80,24 +86,46 @@ def prepare(
         raise DataError(f"max_length = {max_length}: a document has 2 tokens at least, prompt and answer")
     console = console or Console()
     output = Path(output)
-    reader = _RowReader(tokenizer_folder, answers, template_options)
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    reader: _RowReader | RegeneratingReader
     report = Report(output)
     parts = ["train"] if held_out is None else ["train", "held_out"]
+    sources: dict[str, dict[str, Any]] = {
+        part: {"files": [file.name for file in files], "part": part} for part in parts
+    }
     seen: set[int] = set()
-    with fresh_folder(output, overwrite) as partial, contextlib.ExitStack() as stack:
+    # Several batches at once, so that prompts of like length meet in one.
+    at_once = max(_CHUNK_ROWS, 8 * answer_writer.batch if answer_writer else 0)
+    with (
+        contextlib.ExitStack() as kept,
+        fresh_folder(output, overwrite) as partial,
+        contextlib.ExitStack() as stack,
+    ):
+        if answer_writer is None:
+            reader = _RowReader(tokenizer_folder, answers, template_options)
+        else:
+            reader = RegeneratingReader(
+                tokenizer_folder,
+                template_options,
+                answer_writer,
+                kept.enter_context(AnswerFile(output, settings_of(answer_writer, max_length), say)),
+                max_length=max_length,
+                rows=sum(map(len, _chunks(files, at_once))),
+                console=console,
+            )
         writers = {
             part: ShardWriter(
                 partial if held_out is None else partial / part,
                 tokenizer_fingerprint=reader.fingerprint,
                 vocab_size=reader.vocab_size,
-                source={"files": [file.name for file in files], "part": part},
+                source=sources[part],
                 shown_as=output if held_out is None else output / part,
             )
             for part in parts
         }
         for writer in writers.values():
             stack.callback(writer.close)
-        for lines in _chunks(files):
+        for lines in _chunks(files, at_once):
             documents = _keep(reader.read(lines), max_length, seen, report)
             aside = np.zeros(len(documents), dtype=bool)
             if held_out is not None:
@@ -108,9 +136,13 @@ def prepare(
                 report.kept += 1
                 if report.kept <= show:
                     show_document(row, report.kept, reader.tokenizer, console)
-            if report.rows == len(report.skipped) == _CHUNK_ROWS and max_bad < 1.0:
+            if report.rows == len(report.skipped) == at_once and max_bad < 1.0:
                 break  # not one usable row in the first chunk: the rest can wait until that is explained
-        _refuse_bad(report, files, reader, max_bad)
+        _refuse_bad(report, files, reader.folder, max_bad)
+        if isinstance(reader, RegeneratingReader):
+            facts = reader.facts()
+            for source in sources.values():  # the writers hold them, and write them when they finish
+                source["answers"] = facts
         for part, writer in writers.items():
             if writer.rows == 0:
                 raise DataError(
@@ -120,6 +152,8 @@ def prepare(
             report.manifests[part] = writer.finish()
         write_skipped(partial, report)
     print_report(report, console)
+    if isinstance(reader, RegeneratingReader):
+        say(reader.summary())
     return report
 
 
@@ -143,7 +177,7 @@ def _list_inputs(inputs: Sequence[Path | str]) -> list[Path]:
     return files
 
 
-def _chunks(files: list[Path]) -> Iterator[list[tuple[str, bytes]]]:
+def _chunks(files: list[Path], rows: int) -> Iterator[list[tuple[str, bytes]]]:
     """Lines with where they stand (`file:line`), a chunk at a time; blank lines are no rows."""
     chunk: list[tuple[str, bytes]] = []
     for path in files:
@@ -154,7 +188,7 @@ def _chunks(files: list[Path]) -> Iterator[list[tuple[str, bytes]]]:
                     line = (line.removeprefix(_BOM) if number == 1 else line).strip()
                     if line:
                         chunk.append((f"{path}:{number}", line))
-                    if len(chunk) == _CHUNK_ROWS:
+                    if len(chunk) == rows:
                         yield chunk
                         chunk = []
         except OSError as error:
@@ -206,8 +240,8 @@ def _keep(
 ) -> list[Tokens]:
     """The rows to write, cut to `max_length`; the others are counted in the report."""
     kept: list[Tokens] = []
+    report.rows += len({where for where, _ in rows})  # a row may give several documents
     for where, row in rows:
-        report.rows += 1
         if isinstance(row, BadRow):
             report.dropped[row.reason] += 1
             report.skipped.append(Skipped(where, row.reason, row.detail, row.template))
@@ -227,7 +261,7 @@ def _keep(
     return kept
 
 
-def _refuse_bad(report: Report, files: list[Path], reader: _RowReader, max_bad: float) -> None:
+def _refuse_bad(report: Report, files: list[Path], folder: str, max_bad: float) -> None:
     names = ", ".join(map(str, files))
     if report.rows == 0:
         raise DataError(f"{names}: no rows, only blank lines")
@@ -238,7 +272,7 @@ def _refuse_bad(report: Report, files: list[Path], reader: _RowReader, max_bad: 
     first = "".join(f"\n  {row}" for row in bad[:5])
     if len(bad) == report.rows and all(row.template for row in bad):
         raise DataError(
-            f"{reader.folder}: this tokenizer's chat template doesn't let the answers be located in any of "
+            f"{folder}: this tokenizer's chat template doesn't let the answers be located in any of "
             f"the {report.rows} rows read from {names} ({reasons}); use a template with {{% generation %}} "
             f"marks, template options that leave answers alone, or rows of prompt_ids and answer_ids{first}"
         )

@@ -13,12 +13,13 @@ from collections.abc import Iterable
 
 import attrs
 import torch
+from torch import Tensor
 
-from engine.dflash.anchors import anchors_at, valid_anchor_slots
+from engine.dflash.anchors import anchors_at, blocks_at, valid_anchor_slots
 from engine.dflash.drafter import Drafter
-from engine.dflash.objective import BlockCounts, leading_right
+from engine.dflash.objective import BlockCounts, block_loss, leading_right
 from engine.dflash.packing import PackedRow
-from engine.dflash.training import Packed, Recipe, SharedWeights, drafter_loss
+from engine.dflash.training import Packed, Recipe, SharedWeights, drafter_blocks
 
 
 def answer_spans(row: PackedRow) -> list[tuple[int, int]]:
@@ -66,42 +67,88 @@ class Evaluation:
         return {"held_out_loss": self.held_out_loss, "accepted_length": self.accepted_length}
 
 
+@attrs.frozen
+class Walked:
+    """Answers that were scored and walked; figures of several batches can be added up from these."""
+
+    counts: BlockCounts
+    """Over every valid anchor."""
+    advances: list[int]
+    """Tokens committed by each verification, in order."""
+    drafted: list[int]
+    """How many of these were the drafter's: all but the target's own, which an answer's end may cut off."""
+    documents: int
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean tokens per verification; NaN where no answer has two tokens."""
+        return sum(self.advances) / len(self.advances) if self.advances else float("nan")
+
+
 @torch.no_grad()
+def walk_answers(
+    drafter: Drafter,
+    shared: SharedWeights,
+    batches: Iterable[tuple[PackedRow, Packed, Tensor]],
+    recipe: Recipe,
+) -> Walked:
+    """Score every answer position as an anchor, and walk the answers.
+
+    Args:
+        batches: packed rows with their packed taps on the drafter's device, and the token that counts as
+            right at each slot, int64 [T] on the CPU: the row's own, or what the target would have said.
+        recipe: without noise, whatever it says; the blocks of a row are scored `max_anchors` at a time.
+    """
+    config = drafter.config
+    counts = BlockCounts.zeros(config.block_size, shared.lm_head.device)
+    advances: list[int] = []
+    drafted: list[int] = []
+    documents = 0
+    for row, packed, right in batches:
+        context = recipe.features.context(drafter, packed)
+        documents += row.document_ids.numel()
+        wanted = attrs.evolve(row, input_ids=right)
+        leading: dict[int, int] = {}
+        for slots in valid_anchor_slots(row).split(recipe.max_anchors):
+            if not slots.numel():  # a row without an answer
+                continue
+            anchors = anchors_at(row, slots, recipe.max_anchors)
+            hidden, _ = drafter_blocks(drafter, shared, context, row, anchors, recipe)
+            blocks = blocks_at(
+                wanted, anchors, block_size=config.block_size, mask_token_id=config.mask_token_id
+            )
+            loss = block_loss(
+                hidden,
+                shared.lm_head,
+                blocks.labels.to(hidden.device),
+                blocks.supervised.to(hidden.device),
+                weights=recipe.weights,
+                chunk=recipe.chunk,
+            )
+            counts.add(loss, anchors.used)
+            prefixes = leading_right(loss.right[: anchors.used]).tolist()
+            leading.update(zip(slots.tolist(), prefixes, strict=True))
+        for anchor, last in answer_spans(row):
+            for advance in walk(leading, anchor, last):
+                advances.append(advance)
+                drafted.append(min(leading[anchor], advance))
+                anchor += advance
+    return Walked(counts, advances, drafted, documents)
+
+
 def evaluate(
     drafter: Drafter,
     shared: SharedWeights,
     batches: Iterable[tuple[PackedRow, Packed]],
     recipe: Recipe,
 ) -> Evaluation:
-    """Score and walk packed held-out documents.
-
-    Args:
-        batches: packed rows with their packed taps on the drafter's device.
-        recipe: without noise, whatever it says; the blocks of a row are scored `max_anchors` at a time.
-    """
-    device = shared.lm_head.device
-    counts = BlockCounts.zeros(drafter.config.block_size, device)
-    advances: list[int] = []
-    documents = 0
-    for row, packed in batches:
-        context = recipe.features.context(drafter, packed)
-        documents += row.document_ids.numel()
-        leading: dict[int, int] = {}
-        for slots in valid_anchor_slots(row).split(recipe.max_anchors):
-            if not slots.numel():  # a row without an answer
-                continue
-            anchors = anchors_at(row, slots, recipe.max_anchors)
-            loss = drafter_loss(drafter, shared, context, row, anchors, recipe)
-            counts.add(loss, anchors.used)
-            prefixes = leading_right(loss.right[: anchors.used]).tolist()
-            leading.update(zip(slots.tolist(), prefixes, strict=True))
-        for first, last in answer_spans(row):
-            advances += walk(leading, first, last)
+    """The figures of `walk_answers` where the documents' own tokens are right, as they are in training."""
+    walked = walk_answers(drafter, shared, ((row, packed, row.input_ids) for row, packed in batches), recipe)
     return Evaluation(
-        held_out_loss=counts.loss,
-        accepted_length=sum(advances) / len(advances) if advances else float("nan"),
-        accuracy=counts.accuracy,
-        block_prefix=counts.block_prefix,
-        verifications=len(advances),
-        documents=documents,
+        held_out_loss=walked.counts.loss,
+        accepted_length=walked.accepted_length,
+        accuracy=walked.counts.accuracy,
+        block_prefix=walked.counts.block_prefix,
+        verifications=len(walked.advances),
+        documents=walked.documents,
     )

@@ -151,8 +151,7 @@ def load_target(
 
     def fill(model: Any, layers_prefix: str) -> None:
         if init == "random":
-            with _seeded(device, seed):
-                model.init_weights()
+            _draw(model, device, seed)
         else:
             fill_from_checkpoint(
                 model,
@@ -276,6 +275,18 @@ def _empty_model(
         if in_float32.intersection(name.split(".")):
             parameter.data = parameter.data.float()
     return model
+
+
+@torch.no_grad()
+def _draw(model: Any, device: torch.device, seed: int) -> None:
+    """Weights by the model's own initialisation; those that are there do not depend on where it was cut."""
+    with _seeded(device, seed):
+        model.init_weights()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        # Drawn last, it would follow from the number of layers before it.
+        with _seeded(device, seed + 1):
+            head.weight.normal_(std=getattr(model.config, "initializer_range", 0.02))
 
 
 @contextmanager

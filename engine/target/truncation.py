@@ -13,7 +13,8 @@ own, so lanes that share one target on a device never see each other's states.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -94,6 +95,9 @@ def truncated_view(base: nn.Module, config: Any, layers: int, kept: int) -> nn.M
     view.__dict__["_modules"] = dict(base._modules)
     setattr(view, name, nn.ModuleList(list(modules)[:kept]))
     view.config = config
+    # Without it the masks of sliding layers would be left out: each layer plain causal, in silence.
+    whole: Any = base.config
+    config._attn_implementation = whole._attn_implementation
     drop_final_norm(view)
     return view
 
@@ -125,12 +129,23 @@ def captured_taps(view: nn.Module, input_ids: Tensor, count: int) -> list[Tensor
         `count` tensors [rows, length, H] in the order of the layers, in the target's dtype; they
         need no gradient and may be used in a graph that does.
     """
+    with capturing_taps(count) as captured:
+        view(input_ids=input_ids, use_cache=False)
+    return captured
+
+
+@contextmanager
+def capturing_taps(count: int) -> Iterator[list[Tensor]]:
+    """Collect the outputs of tapped layers that run inside the block, in the order of the layers.
+
+    Raises:
+        EngineError: another number than `count` ran.
+    """
     captured: list[Tensor] = []
     token = _CAPTURED.set(captured)
     try:
-        view(input_ids=input_ids, use_cache=False)
+        yield captured
     finally:
         _CAPTURED.reset(token)
     if len(captured) != count:
         raise EngineError(f"{len(captured)} of {count} tapped layers ran; was a layer skipped or replaced?")
-    return captured

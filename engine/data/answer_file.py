@@ -1,0 +1,134 @@
+"""Generated answers on disk, by prompt: what a killed regeneration goes on from.
+
+An answer is a line, a batch ends with an empty one. Lines behind the last whole batch were cut off by
+a kill and are dropped, so that a batch is answered anew in the company it had. Of an answer only its
+place stays in memory: those of a large data set would not fit. The name holds a hash of everything
+an answer depends on besides its prompt, so answers of two targets or temperatures never mix.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable, Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import orjson
+
+from engine.data.shards import hash63
+from engine.errors import DataError, DiskError
+
+_BATCH_END = b"[]\n"
+
+
+class AnswerFile:
+    """Answers by prompt in a hidden file beside the folder that is prepared from them."""
+
+    def __init__(self, output: Path, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """
+        Args:
+            output: the folder to be prepared.
+            settings: all that an answer depends on besides its prompt; small values that JSON keeps.
+            say: takes a line when answers of an earlier attempt are found, or are kept for the next.
+        """
+        key = hash63(orjson.dumps(dict(settings), option=orjson.OPT_SORT_KEYS))
+        output = Path(os.path.abspath(output))
+        self.path = output.with_name(f".{output.name}.answers-{key:016x}.jsonl")
+        self._say = say
+        self._places: dict[int, tuple[int, int]] = {}  # prompt → offset and bytes of its line
+        self._file: FileIO | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._file = FileIO(str(self.path), "a+b")
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be written ({error}); name an --output that can") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(self._find())
+        except BlockingIOError:
+            file.close()
+            raise DataError(
+                f"{self.path}: another process is writing these answers; wait for it or name another --output"
+            ) from None
+        except BaseException:
+            file.close()
+            raise
+        if self._places:
+            self._say(f"{len(self)} answers are there already, from {self.path}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Keep the answers after a failure; after success the documents hold them, and the file goes."""
+        if kind is None or not self._places:
+            self.path.unlink(missing_ok=True)
+        else:
+            self._say(f"{len(self)} answers are kept in {self.path}; the same command goes on from there")
+        if self._file is not None:
+            self._file.close()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def get(self, prompt: Sequence[int]) -> list[int] | None:
+        """The answer to a prompt, by its ids; None where there is none yet."""
+        place = self._places.get(_key(prompt))
+        if place is None or self._file is None:
+            return None
+        answer: list[int] = orjson.loads(os.pread(self._file.fileno(), place[1], place[0]))[1]
+        return answer
+
+    def add(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+        """Keep a batch; it is on the disk when this returns.
+
+        Raises:
+            DiskError: it cannot be written; the file then ends with the batch before.
+        """
+        assert self._file is not None
+        size = os.fstat(self._file.fileno()).st_size
+        places: dict[int, tuple[int, int]] = {}
+        content = b""
+        for prompt, answer in zip(prompts, answers, strict=True):
+            line = orjson.dumps([_key(prompt), list(answer)]) + b"\n"
+            places[_key(prompt)] = (size + len(content), len(line))
+            content += line
+        try:
+            rest = memoryview(content + _BATCH_END)
+            while rest:  # a disk that fills up takes a part
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._file.truncate(size)
+            raise DiskError(f"{self.path}: cannot be written ({error}); make room and try again") from error
+        self._places.update(places)
+
+    def _find(self) -> int:
+        """Take in the batches that are whole; returns the bytes they are."""
+        whole = offset = 0
+        batch: dict[int, tuple[int, int]] = {}
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    entry = orjson.loads(line)
+                    if entry:
+                        batch[int(entry[0])] = (offset, len(line))
+                except (orjson.JSONDecodeError, TypeError, ValueError, KeyError) as error:
+                    raise DataError(
+                        f"{self.path}: line {number} is no answer ({error}); remove the file to begin anew"
+                    ) from error
+                offset += len(line)
+                if not entry:
+                    self._places.update(batch)
+                    batch, whole = {}, offset
+        return whole
+
+
+def _key(prompt: Sequence[int]) -> int:
+    return hash63(np.asarray(prompt, dtype="<i4").data)

@@ -1,0 +1,254 @@
+"""`python -m engine export`: a checkpoint as a folder that servers load, and the proof that they can.
+
+The folder is written beside its place. Before it gets its name it is read back from the disk by a second
+implementation, which knows nothing but the two files, and that one's logits are compared with the
+training model's on random taps, bit for bit in float32: a wrong weight, window, rotary base or
+causality does not get past that.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+import orjson
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.builtin import resolve
+from engine.checkpoint import MASTER, STATE
+from engine.dflash.anchors import Anchors
+from engine.dflash.attention import prepare_attention
+from engine.dflash.configuration import DrafterConfig
+from engine.dflash.drafter import Drafter, build_drafter
+from engine.dflash.export import (
+    CONFIG,
+    WEIGHTS,
+    fill_drafter,
+    read_drafter_config,
+    read_drafter_weights,
+    write_drafter,
+)
+from engine.errors import CheckpointError, DifferenceFound, InputError
+from engine.export_card import render_card
+from engine.export_speculators import Verifier, write_speculators
+from engine.independent_reader import block_logits, read_served
+from engine.run_folder import resolve_checkpoint
+from engine.served_pair import trained_by
+from engine.target.configuration import read_json, read_target_config, text_section
+from engine.whole_files import write_whole
+
+CARD = "README.md"
+OURS = frozenset({CONFIG, WEIGHTS, CARD})
+
+LONGEST_CONTEXT = 8192
+"""Tokens before an anchor in the comparison, at most; a window is crossed where it is shorter."""
+
+HEAD_ROWS = 64
+"""Rows of the random head whose logits are compared: enough to see a difference of any hidden channel."""
+
+Format = Literal["dflash", "speculators"]
+
+
+@attrs.frozen(kw_only=True)
+class TargetFacts:
+    """What an export needs to know of a target."""
+
+    folder: Path
+    architectures: tuple[str, ...]
+    hybrid: bool
+    """Whether it has recurrent layers."""
+
+
+def export(
+    source: Path,
+    folder: Path,
+    *,
+    layout: Format = "dflash",
+    target: str | None = None,
+    target_name: str | None = None,
+    overwrite: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Write the drafter of a checkpoint, or of a run's latest, as a folder for servers.
+
+    Args:
+        folder: where to; made. One that is there is replaced with `overwrite`, if an export wrote it.
+        target: its folder, where the schedule's does not exist any more.
+        target_name: what card and configuration call it, such as its Hub name; else the path.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be used, or the drafter cannot be served as it was trained.
+        DifferenceFound: the folder, read back, computes something else; nothing is left of it.
+        DiskError: the disk will not.
+    """
+    checkpoint = resolve_checkpoint(source)
+    config = read_drafter_config(checkpoint)
+    schedule, _ = trained_by(checkpoint)
+    named = target or (schedule.target.path if schedule else None)
+    facts = _target_facts(checkpoint, config, named)
+    if facts is None and layout == "speculators":
+        raise InputError(
+            f"--format speculators: names the target, whose config.json is not at {named}; "
+            "give its folder with --target"
+        )
+    _check_place(folder, checkpoint, overwrite)
+    weights = _trained_weights(checkpoint, config)
+    card = render_card(
+        config,
+        target=target_name or named or "its target",
+        layout=layout,
+        hybrid=facts is not None and facts.hybrid,
+        schedule=schedule,
+        figures=_newest_evaluation(checkpoint),
+    )
+
+    def write(partial: Path) -> None:
+        if layout == "speculators" and facts is not None:
+            name = target_name or str(facts.folder)
+            verifier = Verifier(name_or_path=name, architectures=facts.architectures)
+            write_speculators(partial, config, weights, verifier)
+        else:
+            write_drafter(partial, config, weights)
+        (partial / CARD).write_text(card, encoding="utf-8")
+        compared = compare_with_training(partial, config, weights)
+        say(f"read back: {compared} blocks by a second implementation, every logit the same, bit for bit")
+
+    write_whole(folder, write)
+    say(f"exported {checkpoint} to {folder}: {len(weights)} tensors in {config.dtype}, {layout} layout")
+    return folder
+
+
+def compare_with_training(folder: Path, config: DrafterConfig, weights: Mapping[str, Tensor]) -> int:
+    """Compare an exported folder's logits with the training model's; returns how many blocks were.
+
+    Both compute in float32 on the CPU, with the weights as they are stored. The head is a small random
+    one and the embedding a random one, so that no target is needed.
+
+    Raises:
+        DifferenceFound: they differ anywhere by a bit; names the context's length and the largest difference.
+    """
+    drafter = build_drafter(config, torch.device("cpu"), torch.float32)
+    dtype = getattr(torch, config.dtype)
+    fill_drafter(drafter, {name: weight.to(dtype) for name, weight in weights.items()}, "this drafter")
+    served = read_served(folder)
+    for what in ("target_layer_ids", "block_size", "mask_token_id"):
+        trained, read = getattr(config, what), getattr(served, what)
+        if trained != read:
+            raise DifferenceFound(f"{folder}: a server reads {what} {read}, and {trained} was trained")
+    generator = torch.Generator().manual_seed(0)
+    hidden = config.hidden_size
+    # Overlapping rows: each differs from all others, at the memory of one vocabulary's column.
+    embed_tokens = torch.randn(config.vocab_size + hidden, generator=generator).unfold(0, hidden, 1)
+    head = torch.randn(HEAD_ROWS, hidden, generator=generator)
+    compared = 0
+    for before in _context_lengths(config):
+        taps = torch.randn(before, len(config.target_layer_ids) * hidden, generator=generator)
+        token = int(torch.randint(config.vocab_size, (), generator=generator))
+        ours = training_logits(drafter, taps, token, embed_tokens, head)
+        theirs = block_logits(served, taps, token, embed_tokens, head)
+        if not torch.equal(ours, theirs):
+            raise DifferenceFound(
+                f"{folder}: read back with {before} tokens before the anchor, its logits differ from the "
+                f"training model's by up to {float((ours - theirs).abs().max()):.3g} (of "
+                f"{float(ours.abs().max()):.3g}); it would not be served as it was trained"
+            )
+        compared += 1
+    return compared
+
+
+@torch.no_grad()
+def training_logits(
+    drafter: Drafter, taps: Tensor, anchor_token: int, embed_tokens: Tensor, lm_head: Tensor
+) -> Tensor:
+    """What the training model says of one block; arguments and result as `block_logits`."""
+    config, before = drafter.config, taps.shape[0]
+    anchors = Anchors(
+        slot=torch.tensor([before]), document=torch.tensor([0]), position=torch.tensor([before]), used=1
+    )
+    attention = prepare_attention("dense", anchors, torch.tensor([0]), before, config, taps.device)
+    ids = torch.full((config.block_size,), config.mask_token_id)
+    ids[0] = anchor_token
+    context_positions, positions = torch.arange(before), torch.arange(before, before + config.block_size)
+    hidden = drafter(embed_tokens[ids], drafter.context(taps), positions, context_positions, attention)
+    return torch.nn.functional.linear(hidden, lm_head)
+
+
+def _context_lengths(config: DrafterConfig) -> Iterator[int]:
+    yield 1
+    yield 3 * config.block_size
+    window = config.sliding_window
+    if window and window + 2 <= LONGEST_CONTEXT:
+        yield max(window - 1, 2)
+        yield window + 2
+
+
+def _trained_weights(checkpoint: Path, config: DrafterConfig) -> dict[str, Tensor]:
+    """The masters that training kept; of a folder without training state, its weights."""
+    path = checkpoint / STATE
+    if not path.is_file():
+        return read_drafter_weights(checkpoint, config)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [name for name in file.keys() if name.startswith(MASTER)]  # noqa: SIM118
+            return {name.removeprefix(MASTER): file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _target_facts(checkpoint: Path, config: DrafterConfig, named: str | None) -> TargetFacts | None:
+    """The target's own account of itself, compared with the drafter's; None where it is not there."""
+    folder = resolve(named) if named else None
+    if folder is None or not (folder / CONFIG).is_file():
+        return None
+    summary = read_target_config(folder)
+    wanted = {
+        "hidden_size": summary.hidden_size,
+        "vocab_size": summary.vocab_size,
+        "num_target_layers": summary.layers,
+        "max_position_embeddings": summary.max_position_embeddings,
+    }
+    wrong = [
+        f"{name} {getattr(config, name)}, not {value}"
+        for name, value in wanted.items()
+        if getattr(config, name) != value
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint}: is no drafter for {folder}: it has {'; '.join(wrong)}; "
+            "give its own target with --target"
+        )
+    whole = read_json(folder / CONFIG)
+    text = text_section(whole)
+    return TargetFacts(
+        folder=folder,
+        architectures=tuple(whole.get("architectures") or ()),
+        hybrid="linear_attention" in (text.get("layer_types") or ()) or "linear_num_key_heads" in text,
+    )
+
+
+def _check_place(folder: Path, checkpoint: Path, overwrite: bool) -> None:
+    """Refuse to write over what no export wrote, or over the checkpoint itself."""
+    if folder.resolve() == checkpoint.resolve():
+        raise InputError(f"{folder}: is the checkpoint itself; choose another folder")
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder}: is a file; choose a folder")
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in OURS)
+    if foreign:
+        raise InputError(f"{folder}: holds {foreign[0]}, which no export wrote; choose another folder")
+    if not overwrite:
+        raise InputError(f"{folder}: holds an exported drafter; --overwrite replaces it")
+
+
+def _newest_evaluation(checkpoint: Path) -> dict[str, Any]:
+    """The last row with an accepted length until this checkpoint, of the run that it lies in."""
+    step = checkpoint.resolve().name.removeprefix("step_")
+    path = checkpoint.resolve().parent.parent / "metrics.jsonl"
+    if not step.isdecimal() or not path.is_file():
+        return {}
+    rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    known = [row for row in rows if "accepted_length" in row and row["step"] <= int(step)]
+    return known[-1] if known else {}

@@ -1,0 +1,284 @@
+"""Going on from an earlier drafter: ours, a published one, or one of another trainer.
+
+    dflash        config.json and tensors as SGLang, vLLM and the authors' runtime read them
+    speculators   taps counted from the embedding's output, sizes in `transformer_layer_config`
+    torchspec     `context_proj`, `context_norm`, `final_norm`, the target's embedding beside them
+
+A warm start that misses a tensor or a setting trains on happily from a damaged drafter, so every tensor
+in the file is taken, known to be the target's own and equal to it, or refused, and every setting that
+the file states has to be the schedule's. The configuration alone is read without torch: that much is
+checked before anything expensive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import attrs
+import orjson
+
+from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
+from engine.errors import CheckpointError, ScheduleError
+from engine.target.taps import default_target_layer_ids
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.dflash.drafter import Drafter
+    from engine.dflash.training import SharedWeights
+    from engine.tensor_file import TensorEntry
+
+Layout = Literal["dflash", "speculators", "torchspec"]
+
+RENAMED = {
+    "context_proj.weight": "fc.weight",
+    "context_norm.weight": "hidden_norm.weight",
+    "final_norm.weight": "norm.weight",
+}
+"""TorchSpec's names for what is not in a layer."""
+
+OF_THE_TARGET = frozenset(
+    {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
+)
+"""Copies of the target's weights that some trainers store beside the drafter."""
+
+SHARED = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
+"""Those of them that the drafter reads, by their names in `SharedWeights`."""
+
+ROUNDING = 2.0**-7
+"""Largest difference, of a number's size, between two copies of it that were rounded to 16 bits or not."""
+
+ROWS = 4096
+"""Of a vocabulary's matrix, compared at a time."""
+
+
+@attrs.frozen(kw_only=True)
+class EarlierDrafter:
+    """What a folder says, in the names of the `dflash` layout; a setting that it leaves out is absent."""
+
+    folder: Path
+    layout: Layout
+    config: Mapping[str, Any]
+
+
+def read_earlier(folder: Path) -> EarlierDrafter:
+    """Read the configuration of an earlier drafter in any of the layouts.
+
+    Raises:
+        CheckpointError: there is none, it is not readable, or it is no DFlash drafter's.
+    """
+    path = folder / "config.json"
+    try:
+        config = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(
+            'no config.json there; give the folder of an exported drafter, or "fresh"'
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except orjson.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); export the drafter again") from error
+    if isinstance(config, dict) and config.get("speculators_model_type") == "dflash":
+        return EarlierDrafter(folder=folder, layout="speculators", config=_from_speculators(config, path))
+    if isinstance(config, dict) and "target_num_hidden_layers" in config:
+        return EarlierDrafter(folder=folder, layout="torchspec", config=_from_torchspec(config))
+    if not isinstance(config, dict) or not isinstance(config.get("dflash_config"), dict):
+        raise CheckpointError(f'{path} has no "dflash_config", so this is no exported DFlash drafter')
+    return EarlierDrafter(folder=folder, layout="dflash", config=_completed(config, config["dflash_config"]))
+
+
+def _completed(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in what published files leave to their readers' defaults."""
+    whole = dict(config)
+    size = config.get("block_size") or inner.get("block_size")
+    taps = dict(inner)
+    layers, depth = config.get("num_hidden_layers"), config.get("num_target_layers")
+    if taps.get("target_layer_ids") is None and layers and depth:
+        taps["target_layer_ids"] = default_target_layer_ids(depth, layers)
+    whole |= {"block_size": size, "dflash_config": taps}
+    if not whole.get("layer_types") and layers:
+        whole["layer_types"] = [FULL] * layers
+    return whole
+
+
+def _from_speculators(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    layer = dict(config.get("transformer_layer_config") or {})
+    if config.get("draft_vocab_size") != layer.get("vocab_size"):
+        raise CheckpointError(
+            f"{path}: draft_vocab_size is {config.get('draft_vocab_size')} of {layer.get('vocab_size')} "
+            "tokens, and a drafter here predicts all of them; use one with the whole vocabulary"
+        )
+    if config.get("sample_from_anchor"):
+        raise CheckpointError(
+            f"{path}: sample_from_anchor is true: slot 0 predicts there, and here slot k predicts the token "
+            "k places on; use a drafter that was trained without it"
+        )
+    inner = {
+        "target_layer_ids": [number - 1 for number in config.get("aux_hidden_state_layer_ids") or []],
+        "mask_token_id": config.get("mask_token_id"),
+    }
+    types = layer.get("layer_types") or [FULL] * layer.get("num_hidden_layers", 0)
+    if config.get("sliding_window_non_causal") and set(types) != {FULL}:
+        layer["is_causal"] = False
+    return _completed(layer | {"block_size": config.get("block_size")}, inner)
+
+
+def _from_torchspec(config: Mapping[str, Any]) -> dict[str, Any]:
+    """There, `num_target_layers` counts the taps and every setting stands at the top."""
+    depth, taps = config["target_num_hidden_layers"], config.get("target_layer_ids")
+    if taps is None:
+        taps = default_target_layer_ids(depth, config["num_target_layers"])
+    inner = {"target_layer_ids": taps, "mask_token_id": config.get("mask_token_id")}
+    inner |= config.get("dflash_config") or {}
+    return _completed({**config, "num_target_layers": depth}, inner)
+
+
+def check_warm_start(folder: Path, config: DrafterConfig) -> None:
+    """Compare an earlier drafter's settings, tensor names and shapes with the drafter that is to go on.
+
+    Reads the configuration and the weights' header.
+
+    Raises:
+        ScheduleError: everything that differs, one problem a line.
+        CheckpointError: the folder cannot be read.
+    """
+    from engine.tensor_file import read_header
+
+    earlier = read_earlier(folder)
+    stated = _settings_of(earlier.config)
+    problems = [
+        f"its {name} is {stated[name]}, and the schedule's drafter has {value}"
+        for name, value in _settings(config).items()
+        if stated.get(name) is not None and stated[name] != value
+    ]
+    foreign = [key for key in ("partial_rotary_factor", "mrope_section") if key in _all_keys(earlier.config)]
+    if foreign:
+        problems.append(f"its config.json has {', '.join(foreign)}, and a drafter here rotates every channel")
+    header = read_header(folder / "model.safetensors")
+    problems += _tensor_problems({RENAMED.get(name, name): entry for name, entry in header.items()}, config)
+    if problems:
+        key = f"drafter.init = {orjson.dumps(str(folder)).decode()}"
+        raise ScheduleError("\n".join(f"{key}: {problem}" for problem in problems))
+
+
+def _settings(config: DrafterConfig) -> dict[str, Any]:
+    """What no tensor's shape shows, and still decides what a drafter computes."""
+    return {
+        "block_size": config.block_size,
+        "target_layer_ids": list(config.target_layer_ids),
+        "num_target_layers": config.num_target_layers,
+        "mask_token_id": config.mask_token_id,
+        "layer_types": list(config.layer_types),
+        "sliding_window": config.sliding_window,
+        "causality inside a block": [config.causal_in_block(kind) for kind in config.layer_types],
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "vocab_size": config.vocab_size,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.rms_norm_eps,
+    }
+
+
+def _settings_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("block_size", "num_target_layers", "layer_types", "num_attention_heads", "num_key_value_heads")
+    settings = {name: found.get(name) for name in (*names, "vocab_size", "rms_norm_eps")}
+    settings |= {name: found["dflash_config"].get(name) for name in ("target_layer_ids", "mask_token_id")}
+    rope = found.get("rope_parameters") or {}
+    theta = found.get("rope_theta", rope.get("rope_theta"))
+    settings["rope_theta"] = None if theta is None else float(theta)
+    types = found.get("layer_types") or []
+    sliding = [kind != FULL for kind in types]
+    if any(sliding):
+        settings["sliding_window"] = found.get("sliding_window")
+    if types:
+        stated = found.get("is_causal")
+        settings["causality inside a block"] = sliding if stated is None else [bool(stated)] * len(types)
+    return settings
+
+
+def _all_keys(config: Mapping[str, Any]) -> set[str]:
+    keys = set(config)
+    for value in config.values():
+        keys |= _all_keys(value) if isinstance(value, dict) else set()
+    return keys
+
+
+def _tensor_problems(header: Mapping[str, TensorEntry], config: DrafterConfig) -> list[str]:
+    from engine.dflash.export import tensor_shapes
+
+    expected = tensor_shapes(config)
+    problems = [f"it lacks {name}" for name in sorted(expected.keys() - header.keys())]
+    problems += [
+        f"its {name} belongs to no DFlash drafter, and nothing may be left over"
+        for name in sorted(header.keys() - expected.keys() - OF_THE_TARGET)
+    ]
+    problems += [
+        f"its {name} has shape {list(header[name].shape)}, and the schedule's drafter wants {list(shape)}"
+        for name, shape in expected.items()
+        if name in header and header[name].shape != shape
+    ]
+    return problems
+
+
+def warm_start(drafter: Drafter, folder: Path, shared: SharedWeights) -> list[str]:
+    """Fill a drafter with an earlier one's weights, in its own dtype and on its own device.
+
+    Args:
+        shared: the target's embedding and head; copies in the file have to be these.
+
+    Returns:
+        A line for every tensor in the file and for every setting that the file does not state.
+
+    Raises:
+        ScheduleError, CheckpointError: as `check_warm_start`, or a copy is another target's.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from engine.dflash.export import fill_drafter
+
+    check_warm_start(folder, drafter.config)
+    earlier = read_earlier(folder)
+    path = folder / "model.safetensors"
+    try:
+        stored = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    lines = [f"drafter.init: {folder} in the {earlier.layout} layout"]
+    taken = {}
+    for name, tensor in stored.items():
+        what = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        if name in OF_THE_TARGET:
+            compared = _compare_with_target(name, tensor, shared, path)
+            lines.append(f"  left: {what}, {compared}")
+            continue
+        new = RENAMED.get(name, name)
+        taken[new] = tensor
+        lines.append(f"  taken: {what}" + (f" as {new}" if new != name else ""))
+    fill_drafter(drafter, taken, str(path))
+    stated = _settings_of(earlier.config)
+    unstated = [name for name in _settings(drafter.config) if stated.get(name) is None]
+    if SLIDING not in drafter.config.layer_types:
+        unstated = [name for name in unstated if name != "sliding_window"]
+    if unstated:
+        lines.append(f"  not stated there, so the schedule's: {', '.join(unstated)}")
+    return lines
+
+
+def _compare_with_target(name: str, stored: Tensor, shared: SharedWeights, path: Path) -> str:
+    """Refuse a copy that is not the target's; a drafter of another target would start from noise."""
+    if name not in SHARED:
+        return "the target's own, which a drafter does not read"
+    own: Tensor = getattr(shared, SHARED[name])
+    same = stored.shape == own.shape and all(
+        bool(((a.to(b.device).float() - b.float()).abs() <= ROUNDING * b.float().abs()).all())
+        for a, b in zip(stored.split(ROWS), own.split(ROWS), strict=True)
+    )
+    if not same:
+        raise CheckpointError(
+            f"{path}: its {name} is not the target's, so it was trained for another one; "
+            "point target.path at that target, or start afresh"
+        )
+    return "the target's own, and equal to it"

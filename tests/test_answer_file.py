@@ -1,0 +1,88 @@
+"""Kept answers are whole batches of one setting, and progress is told at the pace of what is new."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from engine.data.answer_file import AnswerFile
+from engine.data.answer_progress import AnswerProgress
+from engine.errors import DataError, DiskError
+
+END = 2
+
+
+def test_answers_of_other_settings_are_not_taken_up(tmp_path: Path) -> None:
+    says: list[str] = []
+    with (
+        pytest.raises(RuntimeError),
+        AnswerFile(tmp_path / "out", {"temperature": 0.0}, says.append) as file,
+    ):
+        file.add([[1, 2]], [[3, END]])
+        raise RuntimeError
+    with AnswerFile(tmp_path / "out", {"temperature": 1.0}, says.append) as file:
+        assert len(file) == 0 and file.get([1, 2]) is None
+    with AnswerFile(tmp_path / "out", {"temperature": 0.0}, says.append) as file:
+        assert file.get([1, 2]) == [3, END] and file.get([1]) is None
+
+
+def test_what_a_kill_left_of_a_batch_is_gone_before_the_next_is_written(tmp_path: Path) -> None:
+    def keep(prompt: list[int], answer: list[int]) -> AnswerFile:
+        file = AnswerFile(tmp_path / "out", {}, lambda line: None)
+        with pytest.raises(RuntimeError), file:
+            file.add([prompt], [answer])
+            raise RuntimeError
+        return file
+
+    with keep([1], [3, END]).path.open("ab") as torn:
+        torn.write(b"[5,[6,2]]\n[7,[8")
+    keep([2], [4, END])
+    with AnswerFile(tmp_path / "out", {}, lambda line: None) as file:
+        assert (len(file), file.get([1]), file.get([2])) == (2, [3, END], [4, END])
+
+
+def test_two_processes_do_not_write_the_same_answers(tmp_path: Path) -> None:
+    with (
+        AnswerFile(tmp_path / "out", {}, lambda line: None),
+        pytest.raises(DataError, match="another process"),
+        AnswerFile(tmp_path / "out", {}, lambda line: None),
+    ):
+        pass
+
+
+def test_a_damaged_answer_file_is_named_with_its_line(tmp_path: Path) -> None:
+    file = AnswerFile(tmp_path / "out", {}, lambda line: None)
+    file.path.write_bytes(b'[7,[1,2]]\n[]\n{"a": 1}\n')
+    with pytest.raises(DataError, match="line 3 is no answer"), file:
+        pass
+    assert file.path.exists()
+
+
+def test_a_full_disk_leaves_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with (
+        pytest.raises(DiskError, match="No space left"),
+        AnswerFile(tmp_path / "out", {}, lambda line: None) as file,
+    ):
+        file.add([[1]], [[3, END]])
+        monkeypatch.setattr("engine.data.answer_file.os.fsync", full)
+        file.add([[2]], [[4, END]])
+    monkeypatch.undo()
+    with AnswerFile(tmp_path / "out", {}, lambda line: None) as file:
+        assert (file.get([1]), file.get([2])) == ([3, END], None)
+
+
+def test_the_remaining_time_is_told_at_the_pace_of_what_is_written_now() -> None:
+    now = 0.0
+    screen = io.StringIO()
+    progress = AnswerProgress(100, Console(file=screen, width=120), lambda: now)
+    progress.begin(20, 40)
+    progress.passed(20)  # of an earlier attempt
+    progress.tell(0, 0)
+    now = 30.0
+    progress.passed(20)
+    progress.tell(20, 600)
+    assert screen.getvalue() == "answered 20 of 100 rows, 20 tokens/s, ETA 0:04:00\n"

@@ -1,0 +1,246 @@
+"""`evaluate`: two measures that check each other, and what they refuse."""
+
+import io
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+import pytest
+import torch
+from rich.console import Console
+from served_runs import served_run
+from small_runs import PAD
+from test_commands import engine
+
+from engine.dflash.decoding import walk
+from engine.dflash.speculation import Decoded, speculate
+from engine.errors import CheckpointError, InputError
+from engine.evaluate import decode_documents, evaluate_checkpoint, own_tokens
+from engine.evaluation_report import Acceptance, EvaluationReport, print_report
+from engine.planning import plan_run
+from engine.run import run
+from engine.run_folder import resolve_checkpoint
+from engine.schedule import load_schedule
+from engine.served_pair import held_out_documents, load_pair
+from tools.quality_curve import draw, evaluations, markdown
+
+TOKENS = 24  # what the answers of the documents were cut at
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return served_run(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def report(trained: Path) -> EvaluationReport:
+    return evaluate_checkpoint(trained, device="cpu", max_new_tokens=TOKENS)
+
+
+def exported(trained: Path, folder: Path) -> Path:
+    """The servable files alone."""
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(resolve_checkpoint(trained) / name, folder)
+    return folder
+
+
+def test_walk_and_decoding_commit_the_same_where_the_text_is_the_targets(report: EvaluationReport) -> None:
+    assert report.walk and report.decoding
+    assert report.walk.target_agreement == 1.0
+    assert report.walk.acceptance == report.decoding.acceptance
+    assert report.decoding.acceptance.accepted_length > 1.3  # or there was nothing to agree on
+    assert report.decoding.identical == report.decoding.prompts == 12 and not report.decoding.differences
+
+
+def test_the_figures_of_the_run_are_those_of_its_checkpoint(trained: Path, report: EvaluationReport) -> None:
+    last = [row for row in evaluations(trained) if row["step"] == 30][0]
+    assert report.walk
+    assert report.walk.acceptance.accepted_length == pytest.approx(last["accepted_length"])
+    assert report.walk.loss == pytest.approx(last["held_out_loss"], rel=1e-4)
+
+
+def test_every_token_is_counted_once(report: EvaluationReport) -> None:
+    assert report.decoding
+    found = report.decoding.acceptance
+    committed = sum(tokens * count for tokens, count in enumerate(found.histogram, 1))
+    assert committed == report.decoding.tokens - report.decoding.prompts  # the prefills' tokens
+    assert sum(found.histogram) == found.verifications
+    assert found.accepted_length == pytest.approx(committed / found.verifications)
+
+
+def test_slots_count_as_accepted_where_an_answers_end_cuts_the_targets_own_token_off() -> None:
+    assert walk({4: 3, 8: 2}, 4, 10) == [4, 2]
+    found = Acceptance.of([4, 2], [3, 2], block_size=4)
+    assert found.histogram == (0, 1, 0, 1) and found.accepted_by_slot == (1.0, 1.0, 0.5)
+    assert math.isnan(Acceptance.of([], [], block_size=4).accepted_length)
+
+
+def test_the_targets_own_tokens_are_what_it_says_after_each_prefix(trained: Path) -> None:
+    target = load_pair(trained, device="cpu").target
+    ids = torch.randint(0, PAD, (3, 9), generator=torch.Generator().manual_seed(0))
+    said = own_tokens(target, ids)
+    for row in range(3):
+        assert said[row, 0] == ids[row, 0]
+        for place in range(1, 9):
+            assert said[row, place] == target.logits(ids[row : row + 1, :place])[0, -1].argmax()
+
+
+def test_the_held_out_documents_are_those_that_the_run_evaluates(trained: Path) -> None:
+    pair = load_pair(trained, device="cpu")
+    plan = plan_run(load_schedule(trained / "schedule.toml", ["data.max_eval_documents=5"])).held_out
+    assert plan is not None
+    used = [number for index in range(plan.per_epoch) for number in plan.document_ids(index)]
+    assert sorted(held_out_documents(pair, None, 5).content_ids.tolist()) == sorted(used)
+
+
+def test_the_command_prints_writes_and_draws(capsys, monkeypatch, trained: Path, tmp_path: Path) -> None:
+    code, output = engine(
+        capsys, monkeypatch, "evaluate", trained, "--device", "cpu", "--prompts", 6,
+        "--max-new-tokens", TOKENS, "--json", tmp_path / "f.json", "--png", tmp_path / "f.png",
+    )  # fmt: skip
+    assert code == 0, output
+    for words in ("accepted length", "4 committed", "slot 3 accepted", "6 of 6 outputs", "tokens/s"):
+        assert words in output
+    found = orjson.loads((tmp_path / "f.json").read_bytes())
+    assert found["decoding"]["identical"] == 6 and found["walk"]["target_agreement"] == 1.0
+    assert found["decoding"]["tokens_per_s"] > 0 and len(found["walk"]["acceptance"]["histogram"]) == 4
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_output_that_is_not_the_targets_own_ends_with_7_and_is_explained(
+    capsys, monkeypatch, trained: Path, tmp_path: Path
+) -> None:
+    def slipped(*arguments: Any, **options: Any) -> list[Decoded]:
+        decoded = speculate(*arguments, **options)
+        decoded[1].tokens[5] = (decoded[1].tokens[5] + 1) % PAD
+        return decoded
+
+    monkeypatch.setattr("engine.evaluate.speculate", slipped)
+    code, output = engine(
+        capsys, monkeypatch, "evaluate", trained, "--device", "cpu", "--no-walk",
+        "--max-new-tokens", TOKENS, "--json", tmp_path / "f.json",
+    )  # fmt: skip
+    assert code == 7, output
+    assert "for 1 of 12 prompts" in output and "token 5 is" in output and "apart: not a tie" in output
+    assert orjson.loads((tmp_path / "f.json").read_bytes())["decoding"]["identical"] == 11
+
+
+def test_sampling_compares_nothing_and_repeats_whatever_the_batch(trained: Path) -> None:
+    pair = load_pair(trained, device="cpu")
+    documents = held_out_documents(pair, None, 6)
+
+    def sampled(batch: int, seed: int):
+        return decode_documents(
+            pair, documents, max_new_tokens=12, temperature=0.8, seed=seed, batch=batch, say=lambda line: None
+        )
+
+    one, other = sampled(batch=6, seed=1), sampled(batch=4, seed=1)
+    assert one.identical is None and not one.differences
+    assert one.acceptance == other.acceptance and one.tokens == other.tokens
+    assert one.acceptance != sampled(batch=6, seed=2).acceptance
+
+
+def test_an_exported_folder_is_evaluated_with_its_target_named(
+    capsys, monkeypatch, trained: Path, report: EvaluationReport, tmp_path: Path
+) -> None:
+    folder = exported(trained, tmp_path / "exported")
+    code, output = engine(capsys, monkeypatch, "evaluate", folder, "--device", "cpu")
+    assert code == 2 and "--target" in output
+    root = trained.parent
+    code, output = engine(
+        capsys, monkeypatch, "evaluate", folder, "--device", "cpu", "--target", root / "target"
+    )
+    assert code == 2 and "--data" in output
+    found = evaluate_checkpoint(
+        folder,
+        target=str(root / "target"),
+        data=str(root / "held_out"),
+        device="cpu",
+        decodes=False,
+    )
+    assert found.walk and report.walk and found.decoding is None
+    assert found.walk.acceptance == report.walk.acceptance
+
+
+def test_another_target_is_refused_unless_it_is_asked_for(trained: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(trained.parent / "target", target)
+    content = bytearray((target / "model.safetensors").read_bytes())
+    content[-2] ^= 0x10
+    (target / "model.safetensors").write_bytes(content)
+    moved = tmp_path / "moved"
+    shutil.copytree(resolve_checkpoint(trained), moved)
+    cursor = orjson.loads((moved / "training/cursor.json").read_bytes())
+    cursor["schedule"] = cursor["schedule"].replace(str(trained.parent / "target"), str(target))
+    (moved / "training/cursor.json").write_bytes(orjson.dumps(cursor))
+    with pytest.raises(CheckpointError, match="other weights.*--target"):
+        load_pair(moved, device="cpu")
+    lines: list[str] = []
+    load_pair(moved, target=str(target), device="cpu", say=lines.append)
+    assert any("other weights" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--no-walk", "--no-decoding"], ["--no-walk", "nothing to evaluate"]),
+        (["--device", "cuda:99"], ["cuda:99", "no such device"]),
+        (["--max-new-tokens", "511"], ["--max-new-tokens 511", "512 positions"]),
+        (["--data", "nowhere"], ["nowhere"]),
+        (["--target", "nowhere"], ["nowhere", "--target"]),
+        (["--target", "builtin:tiny-hybrid"], ["hidden_size 32", "192"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_cannot_be_evaluated_ends_with_2(
+    capsys, monkeypatch, trained: Path, options: list[str], words: list[str]
+) -> None:
+    code, output = engine(capsys, monkeypatch, "evaluate", trained, "--no-walk", *options)
+    assert code == 2 and all(word in output for word in words), output
+    assert "Traceback" not in output
+
+
+def test_a_control_without_taps_is_walked_and_not_decoded(trained: Path, tmp_path: Path) -> None:
+    schedule = load_schedule(
+        trained / "schedule.toml", ["train.zero_taps=true", "run.steps=2", "run.eval_every=2"]
+    )
+    screen = io.StringIO()
+    run(schedule, output=tmp_path / "control", console=Console(file=screen, width=100))
+    assert "no decoded sample: this drafter was trained without" in screen.getvalue()
+    with pytest.raises(InputError, match="zero_taps.*--no-decoding"):
+        evaluate_checkpoint(tmp_path / "control", device="cpu")
+    found = evaluate_checkpoint(tmp_path / "control", device="cpu", decodes=False).walk
+    last = evaluations(tmp_path / "control")[-1]
+    assert found and found.loss == pytest.approx(last["held_out_loss"], rel=1e-4)
+
+
+def test_a_report_of_one_measure_shows_that_one(report: EvaluationReport) -> None:
+    screen = io.StringIO()
+    print_report(attrs.evolve(report, walk=None), Console(file=screen, width=100))
+    assert "decoding" in screen.getvalue() and "walk" not in screen.getvalue()
+
+
+def test_the_quality_table_has_a_row_per_evaluation(
+    trained: Path, report: EvaluationReport, tmp_path: Path
+) -> None:
+    rows = evaluations(trained)
+    assert [row["step"] for row in rows] == [0, 30]
+    text = markdown(rows, orjson.loads(orjson.dumps(report.to_dict(), default=str)))
+    assert f"| 30 | {rows[1]['loss']:.3f} | {rows[1]['held_out_loss']:.3f} |" in text
+    assert "| 0 | – |" in text and "Decoding 12 held-out prompts" in text
+    draw(trained, rows, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_walk_and_decoding_agree_and_differences_are_near_ties(trained: Path) -> None:
+    found = evaluate_checkpoint(trained, device="cuda:0", max_new_tokens=TOKENS)
+    assert found.walk and found.decoding
+    assert found.decoding.unexplained == []
+    assert found.decoding.acceptance.accepted_length == pytest.approx(
+        found.walk.acceptance.accepted_length, rel=0.03
+    )

@@ -1,0 +1,240 @@
+"""Going on from an earlier drafter: every tensor taken or refused, every stated setting compared."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+import pytest
+import torch
+from blocks import CPU, shared_weights, small_config, small_drafter
+from safetensors.torch import load_file, save_file
+from small_runs import MASK, assembled, small_project
+
+from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
+from engine.dflash.drafter import build_drafter
+from engine.dflash.export import write_drafter
+from engine.dflash.training import SharedWeights
+from engine.errors import CheckpointError, ScheduleError
+from engine.export_speculators import Verifier, write_speculators
+from engine.planning import plan_run
+from engine.schedule import load_schedule
+from engine.warm_start import RENAMED, check_warm_start, read_earlier, warm_start
+
+FULL_ONLY = small_config(layer_types=(FULL, FULL))
+MIXED = small_config()
+SHARED = shared_weights()
+
+
+def weights_of(config: DrafterConfig) -> dict[str, torch.Tensor]:
+    drafter = small_drafter(config, seed=7)
+    return {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+
+
+def alter_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "config.json"
+    config = orjson.loads(path.read_bytes())
+    change(config)
+    path.write_bytes(orjson.dumps(config))
+
+
+def alter_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def ours(folder: Path, config: DrafterConfig) -> None:
+    write_drafter(folder, config, weights_of(config))
+
+
+def published(folder: Path, config: DrafterConfig) -> None:
+    """As released ones look: keys left to their readers' defaults, one rope form, keys of Hugging Face's."""
+    ours(folder, config)
+
+    def thin_out(stated: dict[str, Any]) -> None:
+        for key in ("is_causal", "rope_parameters", "use_sliding_window", "max_window_layers"):
+            stated.pop(key, None)
+        if set(stated["layer_types"]) == {FULL}:
+            del stated["layer_types"]
+        del stated["dflash_config"]["block_size"]
+        stated |= {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "transformers_version": "5.15.0"}
+
+    alter_config(folder, thin_out)
+
+
+def speculators(folder: Path, config: DrafterConfig) -> None:
+    write_speculators(folder, config, weights_of(config), Verifier(name_or_path="x", architectures=("Y",)))
+
+
+def torchspec(folder: Path, config: DrafterConfig) -> None:
+    """Its own names, every setting at the top, `num_target_layers` for the taps, the embedding beside."""
+    back = {new: old for old, new in RENAMED.items()}
+    weights = {back.get(name, name): weight for name, weight in weights_of(config).items()}
+    save_file(
+        {**weights, "embed_tokens.weight": SHARED.embed_tokens.bfloat16()}, folder / "model.safetensors"
+    )
+    stated = config.to_server_json()
+    for key in ("dflash_config", "layer_types", "is_causal", "sliding_window", "rope_parameters"):
+        stated.pop(key, None)
+    stated |= {
+        "num_target_layers": len(config.target_layer_ids),
+        "target_num_hidden_layers": config.num_target_layers,
+        "target_layer_ids": list(config.target_layer_ids),
+        "mask_token_id": config.mask_token_id,
+        "_torchspec_version": "0",
+    }
+    (folder / "config.json").write_bytes(orjson.dumps(stated))
+
+
+LAYOUTS = {
+    "ours": (ours, MIXED, "dflash"),
+    "published, mixed": (published, MIXED, "dflash"),
+    "published, full": (published, FULL_ONLY, "dflash"),
+    "speculators": (speculators, FULL_ONLY, "speculators"),
+    "speculators, sliding": (speculators, small_config(layer_types=(SLIDING,) * 2), "speculators"),
+    "speculators, sliding both ways": (
+        speculators,
+        small_config(layer_types=(SLIDING,) * 2, is_causal=False),
+        "speculators",
+    ),
+    "torchspec": (torchspec, FULL_ONLY, "torchspec"),
+}
+Writer = Callable[[Path, DrafterConfig], None]
+
+
+@pytest.mark.parametrize("writer, config, layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_tensor_of_every_layout_is_taken_and_told(
+    tmp_path: Path, writer: Writer, config: DrafterConfig, layout: str
+) -> None:
+    writer(tmp_path, config)
+    drafter = build_drafter(config, CPU, torch.float32)
+    lines = warm_start(drafter, tmp_path, SHARED)
+    assert read_earlier(tmp_path).layout == layout and layout in lines[0]
+    for name, weight in weights_of(config).items():
+        assert torch.equal(drafter.get_parameter(name), weight), name
+    in_file = load_file(tmp_path / "model.safetensors")
+    for name in in_file:
+        assert sum(f" {name} " in line for line in lines) == 1, name
+    assert sum("taken:" in line for line in lines) == len(weights_of(config))
+
+
+def test_torchspecs_names_are_told_beside_ours(tmp_path: Path) -> None:
+    torchspec(tmp_path, FULL_ONLY)
+    lines = "\n".join(warm_start(build_drafter(FULL_ONLY, CPU, torch.float32), tmp_path, SHARED))
+    assert "taken: context_proj.weight [32, 64] float32 as fc.weight" in lines
+    assert "left: embed_tokens.weight [61, 32] bfloat16, the target's own, and equal to it" in lines
+
+
+def test_what_a_file_does_not_state_is_told(tmp_path: Path) -> None:
+    ours(tmp_path, MIXED)
+    alter_config(tmp_path, lambda stated: stated.pop("num_target_layers"))
+    lines = warm_start(build_drafter(MIXED, CPU, torch.float32), tmp_path, SHARED)
+    assert lines[-1] == "  not stated there, so the schedule's: num_target_layers"
+    torchspec(tmp_path, FULL_ONLY)
+    alter_config(tmp_path, lambda stated: stated.pop("mask_token_id"))
+    lines = warm_start(build_drafter(FULL_ONLY, CPU, torch.float32), tmp_path, SHARED)
+    assert lines[-1] == "  not stated there, so the schedule's: mask_token_id"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"mask_token_id": 5}, "its mask_token_id is 60, and the schedule's drafter has 5"),
+        ({"target_layer_ids": (2, 4)}, r"its target_layer_ids is \[1, 3\], and .* has \[2, 4\]"),
+        ({"num_target_layers": 7}, "its num_target_layers is 6, and the schedule's drafter has 7"),
+        ({"block_size": 8}, "its block_size is 4, and the schedule's drafter has 8"),
+        ({"sliding_window": 7}, "its sliding_window is 6, and the schedule's drafter has 7"),
+        ({"rope_theta": 1e6}, "its rope_theta is 10000.0, and the schedule's drafter has 1000000.0"),
+        ({"rms_norm_eps": 1e-5}, "its rms_norm_eps is 1e-06, and the schedule's drafter has 1e-05"),
+        ({"layer_types": (FULL, SLIDING)}, "its layer_types is"),
+        ({"is_causal": False}, r"its causality inside a block is \[True, False\], and .* \[False, False\]"),
+        ({"heads": 2, "head_dim": 32}, "its num_attention_heads is 4, and the schedule's drafter has 2"),
+        ({"intermediate_size": 64}, r"up_proj.weight has shape \[48, 32\], and .* wants \[64, 32\]"),
+        ({"layer_types": (SLIDING, FULL, FULL)}, "it lacks layers.2.mlp.up_proj.weight"),
+        ({"layer_types": (SLIDING,)}, "layers.1.mlp.up_proj.weight belongs to no DFlash drafter"),
+    ],
+    ids=str,
+)
+def test_another_drafter_than_the_schedules_is_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    ours(tmp_path, MIXED)
+    check_warm_start(tmp_path, MIXED)
+    with pytest.raises(ScheduleError, match=words):
+        check_warm_start(tmp_path, attrs.evolve(MIXED, **change))
+
+
+@pytest.mark.parametrize("name", ["confidence_head.proj.weight", "markov_head.markov_w1.weight", "t2d"])
+def test_a_tensor_left_over_stops_it(tmp_path: Path, name: str) -> None:
+    ours(tmp_path, MIXED)
+    alter_weights(tmp_path, lambda weights: weights.update({name: torch.zeros(3)}))
+    with pytest.raises(ScheduleError, match=f"its {name} belongs to no DFlash drafter"):
+        warm_start(build_drafter(MIXED, CPU, torch.float32), tmp_path, SHARED)
+
+
+def test_a_tensor_missing_stops_it(tmp_path: Path) -> None:
+    torchspec(tmp_path, FULL_ONLY)
+    alter_weights(tmp_path, lambda weights: weights.pop("context_norm.weight"))
+    with pytest.raises(ScheduleError, match="it lacks hidden_norm.weight"):
+        warm_start(build_drafter(FULL_ONLY, CPU, torch.float32), tmp_path, SHARED)
+
+
+@pytest.mark.parametrize("key", ["partial_rotary_factor", "mrope_section"])
+def test_a_drafter_that_rotates_as_its_target_is_refused(tmp_path: Path, key: str) -> None:
+    ours(tmp_path, MIXED)
+    alter_config(tmp_path, lambda stated: stated["rope_parameters"].update({key: 0.25}))
+    with pytest.raises(ScheduleError, match=f"has {key}, and a drafter here rotates every channel"):
+        check_warm_start(tmp_path, MIXED)
+
+
+def test_an_embedding_that_is_not_the_targets_stops_it(tmp_path: Path) -> None:
+    torchspec(tmp_path, FULL_ONLY)
+    drafter = build_drafter(FULL_ONLY, CPU, torch.float32)
+    other = SharedWeights(shared_weights(seed=9).embed_tokens, SHARED.lm_head)
+    with pytest.raises(
+        CheckpointError, match="embed_tokens.weight is not the target's, so it was trained for"
+    ):
+        warm_start(drafter, tmp_path, other)
+    smaller = SharedWeights(SHARED.embed_tokens[:50], SHARED.lm_head)
+    with pytest.raises(CheckpointError, match="is not the target's"):
+        warm_start(drafter, tmp_path, smaller)
+
+
+def test_speculators_drafters_that_draft_otherwise_are_refused(tmp_path: Path) -> None:
+    for change, words in (
+        ({"draft_vocab_size": 32}, "draft_vocab_size is 32 of 61 tokens"),
+        ({"sample_from_anchor": True}, "sample_from_anchor is true: slot 0 predicts there"),
+    ):
+        speculators(tmp_path, FULL_ONLY)
+        alter_config(tmp_path, lambda stated, change=change: stated.update(change))
+        with pytest.raises(CheckpointError, match=words):
+            check_warm_start(tmp_path, FULL_ONLY)
+
+
+def test_taps_left_to_torchspecs_default_are_that_default(tmp_path: Path) -> None:
+    config = attrs.evolve(FULL_ONLY, num_target_layers=12, target_layer_ids=(1, 9))
+    torchspec(tmp_path, config)
+    alter_config(tmp_path, lambda stated: stated.update(target_layer_ids=None))
+    check_warm_start(tmp_path, config)
+    with pytest.raises(ScheduleError, match=r"its target_layer_ids is \[1, 9\]"):
+        check_warm_start(tmp_path, attrs.evolve(config, target_layer_ids=(1, 8)))
+
+
+def test_a_plan_refuses_what_does_not_fit_before_anything_is_loaded(tmp_path: Path) -> None:
+    project = small_project(tmp_path)
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    config = plan_run(load_schedule(project)).drafter_config
+    write_drafter(earlier, config, weights_of(config))
+    parts = assembled(project, f"drafter.init={earlier}")
+    assert all(torch.equal(parts.masters[name], weight) for name, weight in weights_of(config).items())
+    alter_weights(earlier, lambda weights: weights.update({"lm_bias": torch.zeros(MASK)}))
+    with pytest.raises(ScheduleError, match='drafter.init = ".*earlier": its lm_bias belongs to no DFlash'):
+        plan_run(load_schedule(project, [f"drafter.init={earlier}"]))
+    alter_config(earlier, lambda stated: stated["dflash_config"].update(mask_token_id=1))
+    with pytest.raises(
+        ScheduleError, match="dflash_config.mask_token_id = 1, and drafter.mask_token_id is 95"
+    ):
+        plan_run(load_schedule(project, [f"drafter.init={earlier}"]))
