@@ -101,14 +101,16 @@ def run_command(
     set_: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="measured, after three that are not")] = 10,
     gpus: Annotated[int | None, typer.Option(min=1, help="target and drafter on each of so many")] = None,
-    documents: Annotated[int, typer.Option(min=1, help="of random lengths")] = 400,
+    documents: Annotated[int, typer.Option(min=1, help="how many")] = 400,
+    length: Annotated[int | None, typer.Option(min=2, help="of all; random ones otherwise")] = None,
     layers: Layers = None,
     plugin: Plugins = None,
     json: JsonFile = None,
 ) -> None:
     """Steps of a run on lanes, optimizer included, and what share of them goes to what."""
     from engine.bench import opened
-    from engine.bench_run import bench_run
+    from engine.bench_run import bench_run, document_lengths
 
     with opened("run", config=config, schedule=schedule, overrides=set_ or [], layers=layers) as bench:
-        bench_run(bench, steps=steps, gpus=gpus, documents=documents, plugins=plugin or [], json=json)
+        lengths = document_lengths(bench.schedule, documents, length)
+        bench_run(bench, steps=steps, gpus=gpus, lengths=lengths, plugins=plugin or [], json=json)

@@ -22,7 +22,7 @@ from engine.lanes import open_run_lanes
 from engine.memory_free import check_fits, free_memory
 from engine.planning import RunPlan, plan_run
 from engine.runtime.timing import Span
-from engine.schedule import Devices, Plugin
+from engine.schedule import Devices, Plugin, Schedule
 from engine.shape_buckets import shape_buckets
 from engine.stage_times import StageTimes, summarise
 from engine.training_parts import load_parts, peak_memory
@@ -42,7 +42,7 @@ def bench_run(
     *,
     steps: int,
     gpus: int | None,
-    documents: int,
+    lengths: Sequence[int],
     plugins: list[str],
     json: Path | None,
 ) -> Figures:
@@ -51,14 +51,14 @@ def bench_run(
     Args:
         steps: measured, after those that are left out.
         gpus: run target and drafter on each of so many; the schedule's own devices where it is None.
-        documents: of random lengths; they decide how many shapes occur.
+        lengths: of the documents, which decide how many shapes occur and how much is padding.
         plugins: loaded besides the schedule's.
 
     Raises:
         InputError: more GPUs than there are, or memory that will not do.
         EngineError: of the kind that fits.
     """
-    plan = _plan(bench, gpus, documents, plugins)
+    plan = _plan(bench, gpus, lengths, plugins)
     bench.say(f"{', '.join(lane.name for lane in plan.graph.lanes)}; {shape_buckets(plan)}")
     check_fits(plan.memory, free_memory(plan.memory.devices), False)
     masks = MaskTimes(plan.recipe.attention)
@@ -86,6 +86,7 @@ def bench_run(
         "shapes": shape_buckets(plan).row(),
         "steps": len(measured),
         "tokens": times.tokens,
+        "padding": sum(row["padding"] for row in measured),
         "seconds": times.wall_s,
         "tokens_per_s": times.tokens_per_s,
         "ms_per_step": times.wall_s * 1e3 / len(measured),
@@ -101,7 +102,16 @@ def bench_run(
     return figures
 
 
-def _plan(bench: Bench, gpus: int | None, documents: int, plugins: list[str]) -> RunPlan:
+def document_lengths(schedule: Schedule, documents: int, length: int | None) -> list[int]:
+    """Tokens of each document: all alike, or drawn between a share of `data.max_length` and all of it."""
+    if length is not None:
+        return [length] * documents
+    most = schedule.data.max_length
+    random = np.random.default_rng(schedule.run.seed)
+    return random.integers(max(int(most * SHORTEST), 2), most + 1, documents).tolist()
+
+
+def _plan(bench: Bench, gpus: int | None, lengths: Sequence[int], plugins: list[str]) -> RunPlan:
     schedule = bench.schedule
     if gpus is not None:
         here = torch.cuda.device_count()
@@ -109,10 +119,7 @@ def _plan(bench: Bench, gpus: int | None, documents: int, plugins: list[str]) ->
             raise InputError(f"--gpus {gpus}: torch sees {here} here")
         names = tuple(f"cuda:{index}" for index in range(gpus))
         schedule = attrs.evolve(schedule, layout=None, devices=Devices(targets=names, drafters=names))
-    most = schedule.data.max_length
-    random = np.random.default_rng(schedule.run.seed)
-    lengths = random.integers(max(int(most * SHORTEST), 2), most + 1, documents)
-    write_made_up_documents(bench, lengths.tolist())
+    write_made_up_documents(bench, lengths)
     schedule = attrs.evolve(
         schedule,
         plugin=(*schedule.plugin, *(Plugin(use=plugin_use(name)) for name in plugins)),
@@ -176,6 +183,7 @@ def _show(bench: Bench, figures: Figures, times: StageTimes, json: Path | None) 
     rows = [
         ["tokens/s", number(figures["tokens_per_s"], 0)],
         ["ms per step", number(figures["ms_per_step"])],
+        ["padding", f"{figures['padding'] / (figures['tokens'] + figures['padding']):.1%}"],
         *([name, f"{share:.1%}"] for name, share in shares.items()),
         ["kernels tuned, graphs compiled", f"{figures['cold_keys']}, {figures['recompiles']}"],
         *([["peak memory", peaks]] if peaks else []),

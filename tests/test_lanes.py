@@ -276,7 +276,7 @@ def test_a_lanes_first_row_of_a_length_runs_alone_where_attention_compiles(
 
     def compiling(parts, part, batch, row, packed) -> None:  # instead of forward and backward
         inside.append(batch)
-        time.sleep(0.05)
+        time.sleep(0.2)
         overlaps.append(len(inside) > 1)
         inside.remove(batch)
 

@@ -91,7 +91,8 @@ def test_a_signal_finishes_the_step_saves_and_the_resumed_run_goes_on(
 def test_max_hours_ends_the_same_way_with_exit_code_0(
     server: CommandServer, project: Path, tmp_path: Path
 ) -> None:
-    command = begun(server, project, tmp_path / "run", "--max-hours", str(2.5 / 3600))
+    clock = ("--max-hours", str(2.5 / 3600))
+    command = server.run(project, tmp_path / "run", *SETTINGS, *clock, before=SLOWLY)
     stopped(command, 0)
     assert "--max-hours" in command.log()
 

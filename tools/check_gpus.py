@@ -124,6 +124,27 @@ WITHOUT_HELD_OUT = (
 )
 
 SEQUENTIAL = "sequential_target_parallel_drafter"
+SPEED_PLUGINS = {
+    "speed-off": (('"plugins.fused_target"\non = "never"',)),
+    "speed-on": ('"plugins.lazy_compile"', '"plugins.graph_target"'),
+    "speed-fp8": ('"plugins.lazy_compile"', '"plugins.fp8_target"', '"plugins.graph_target"'),
+}
+"""What stands under [[plugin]] in three schedules that are otherwise the demo's."""
+
+WRITE_SPEED_SCHEDULES = (
+    "import pathlib, sys; from tools.check_gpus import SEQUENTIAL, SPEED_PLUGINS as plugins; "
+    "text = pathlib.Path(f'schedules/{SEQUENTIAL}.toml').read_text().partition('[[plugin]]')[0]; "
+    "[pathlib.Path(sys.argv[1], f'{name}.toml').write_text(text + ''.join(f'[[plugin]]\\nuse = {one}\\n' "
+    "for one in used)) for name, used in plugins.items()]"
+)
+
+
+def at_speed(name: str) -> Check:
+    """30 steps of the demo in bfloat16 on one GPU, with some of the speed plugins."""
+    changes = [*DEMO_CHANGES, "target.dtype=bfloat16", "drafter.dtype=bfloat16", "run.eval_every=0"]
+    return run_of(name, f"{{logs}}/{name}.toml", [*changes, lanes([0], [0])], 30, 200, 1)
+
+
 DEMO_RUNS = ("sequential", "pipelined", "colocated", "five-and-three")
 GROUPS: dict[str, list[list[Check]]] = {
     "tests": [
@@ -192,6 +213,11 @@ GROUPS: dict[str, list[list[Check]]] = {
     "resume": [
         [demo("unbroken", "colocated", "run.save_every=10"), killed("again", "colocated")],
         [compared("again", "unbroken")],
+    ],
+    "speed-losses": [
+        [Check("speed-schedules", ["-c", WRITE_SPEED_SCHEDULES, "{logs}"], 60)],
+        [at_speed(name) for name in SPEED_PLUGINS],
+        [compared(name, "speed-off") for name in ("speed-on", "speed-fp8")],
     ],
     "tuning-memory": [
         [Check("tuning-memory", ["-m", "pytest", "-q", "-s", "tests/test_tuning_memory.py"], 500)]
