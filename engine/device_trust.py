@@ -3,8 +3,9 @@
 Three things go wrong in silence: copies between GPUs that arrive changed, kernels that compute wrong
 numbers on a GPU they were not tried on, and attention that was compiled wrongly. Copies are probed
 before weights are loaded, since weights travel by them; a pair that fails is copied through host memory
-in this run. Kernels are compared once the target is in place, and attention once it is compiled; there
-is no way around those, so a difference ends the run. On CPUs nothing is probed and nothing is compared.
+in this run. Kernels are compared once the target is in place, unless a fused target brought its own and
+had them compared, and attention once it is compiled; there is no way around those, so a difference ends the
+run. On CPUs nothing is probed and nothing is compared.
 """
 
 import time
@@ -19,7 +20,8 @@ from engine.dflash.attention_check import attention_errors, tolerance
 from engine.dflash.packing import pack_row
 from engine.errors import DifferenceFound
 from engine.runtime.links import Links, Pair, peer_access
-from engine.target.kernel_check import KERNEL_TOLERANCE, kernel_errors
+from engine.target.kernel_check import KERNEL_TOLERANCE, compared_already, has_kernels, kernel_errors
+from engine.target.loading import Target
 from engine.training_parts import TrainingParts
 from engine.warm_up import packed_rows
 
@@ -86,15 +88,27 @@ def _counted(wrong: dict[int, int]) -> str:
     return "; ".join(f"{count:,} of {size:,} bytes" for size, count in wrong.items())
 
 
-def check_kernels(parts: TrainingParts, say: Say) -> None:
+def check_kernels(parts: TrainingParts, say: Say, loaded: Sequence[Target] = ()) -> None:
     """Compare the kernels of each target device with plain PyTorch.
+
+    Args:
+        loaded: the targets as they were before plugins wrapped them, where they have. The modules of those
+            that became a fused walk, which is compared by itself, are left out.
 
     Raises:
         DifferenceFound: names operation, kernel, device and error.
         EngineError: a kernel failed.
     """
     begin = time.perf_counter()
-    targets = {target.device: target for target in parts.targets}
+    pairs = list(zip(loaded or parts.targets, parts.targets, strict=True))
+    targets = {target.device: target for target, used in pairs if not compared_already(used)}
+    left_out = {target.device for target, used in pairs if compared_already(used) and has_kernels(target)}
+    if left_out := left_out - targets.keys():
+        where = ", ".join(sorted(map(str, left_out)))
+        say(
+            f"kernels of the Hugging Face module on {where}: not compared; the fused target that runs in its "
+            "place was, with float32"
+        )
     errors = [error for target in targets.values() for error in kernel_errors(target)]
     if bad := [error for error in errors if error.bad]:
         raise DifferenceFound(

@@ -125,8 +125,11 @@ class RunLanes:
         return self.timings.flush()
 
 
-def open_run_lanes(parts: TrainingParts) -> RunLanes:
+def open_run_lanes(parts: TrainingParts, check: Callable[[], None] | None = None) -> RunLanes:
     """Open the lanes, let plugins wrap what runs on them, and give every stage its work.
+
+    Args:
+        check: called once the parts are wrapped; what it tunes counts as foreseen.
 
     Raises:
         InputError: a stage that nobody runs, or a strategy that these devices cannot have.
@@ -142,6 +145,8 @@ def open_run_lanes(parts: TrainingParts) -> RunLanes:
     serializer.on_out_of_memory = lambda message: _synchronize(lanes)
     serializer.install()
     _wrap(parts, lanes, serializer)
+    if check is not None:
+        check()
     target_lanes = [lanes[lane.name] for lane in plan.graph.target_lanes]
     drafter_lanes = [lanes[lane.name] for lane in plan.graph.drafter_lanes]
     transfer = plan.host.choose(

@@ -6,7 +6,7 @@ weights loaded. A run that fails before its first step leaves no folder behind.
 """
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from engine.runtime.tuning_cache import TuningCache, cache_folder, fingerprint
 from engine.schedule import Schedule
 from engine.shape_buckets import shape_buckets
 from engine.stretches import train_in_stretches
+from engine.target.loading import Target
 from engine.target.taps import check_taps
 from engine.target_agreement import report_agreement
 from engine.training_parts import TrainingParts, load_parts, peak_memory
@@ -163,9 +164,10 @@ def _run(
             )
         if resume:
             restore_run(resumed, folder, parts, say)
-        check_kernels(parts, say)
-        _check_first_taps(parts)
-        trainer = PlainTrainer(parts) if plain else open_run_lanes(parts)
+        check_targets = partial(_check_targets, parts, tuple(parts.targets), say)
+        if plain:
+            check_targets()
+        trainer = PlainTrainer(parts) if plain else open_run_lanes(parts, check_targets)
         heartbeat.state("warming-up")
         readied = trainer.warm_up(say)
         if readied:
@@ -264,6 +266,12 @@ def _end_early(guard: Guard, report: Reporter, step: int, last: int) -> None:
 def _tell_checkpoint(report: Reporter, written: Written) -> None:
     report.folder.log(str(written))
     report.checkpoint(written.step, written.path)
+
+
+def _check_targets(parts: TrainingParts, loaded: Sequence[Target], say: Callable[[str], None]) -> None:
+    """Once plugins have wrapped the targets: what then runs is what has to be right."""
+    check_kernels(parts, say, loaded)
+    _check_first_taps(parts)
 
 
 def _check_first_taps(parts: TrainingParts) -> None:

@@ -74,6 +74,7 @@ class FusedTarget:
                 f"{'; '.join(map(str, bad))}; at most {self.options.tolerance:g} times is allowed. Update "
                 'Triton and flash-linear-attention, or name plugins.fused_target with on = "never"'
             )
+        walk = attrs.evolve(walk, checked=True)
         return attrs.evolve(target, walk=walk, notes=noted(target, fused_target=told(errors)))
 
 

@@ -1,8 +1,7 @@
 """The fused walk stands for the Hugging Face modules: the same taps, no further from float32, or an error."""
 
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,14 @@ import torch
 from test_target import settings_of, write_config
 from torch import Tensor
 
-from engine.errors import DifferenceFound, TargetError
+from engine.device_trust import check_kernels
+from engine.errors import DifferenceFound, EngineError, TargetError
 from engine.target import fused_operations
 from engine.target.fused_check import fused_errors, relative_error
 from engine.target.fused_layers import why_not
-from engine.target.fused_operations import gpu_operations, torch_operations
+from engine.target.fused_operations import torch_operations
 from engine.target.fused_walk import FusedWalk, fused_walk
+from engine.target.kernels import Binding, bindings
 from engine.target.loading import Target, load_target
 from plugins import fused_target
 from plugins.fused_target import FusedTarget, Options
@@ -119,7 +120,7 @@ def spoilt(name: str) -> Any:
             branch, residual, attrs.evolve(norm, weight=norm.weight - 1), plain
         ),
         "swiglu": lambda gate, up: fused_operations.swiglu(up, gate),
-        "convolve": lambda x, weight: fused_operations.convolve(x, weight.flip(1)),
+        "convolve": lambda x, weight, *sizes: fused_operations.convolve(x, weight.flip(0), *sizes),
         "delta_rule": lambda q, k, v, decay, beta, *rest: fused_operations.delta_rule(
             q, k, v, beta, decay, *rest
         ),
@@ -187,64 +188,74 @@ def test_a_target_it_does_not_know_is_left_as_it_is_and_noted_or_refused_where_i
         FusedTarget(Options(on="all")).wrap_target(target, CPU_LANE)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"linear_key_head_dim": 12}, "key heads have 12 channels, it knows powers of two"),
+        ({"linear_conv_kernel_dim": 3}, "convolutions have 3 taps, it knows 4"),
+    ],
+)
+def test_a_convolution_that_the_kernel_does_not_compute_is_named(
+    tmp_path: Path, changes: dict[str, int], reason: str
+) -> None:
+    assert reason in str(why_not(random_target(tmp_path, "qwen3_5_text", **changes).model))
+
+
 def test_another_architecture_is_named(tmp_path: Path) -> None:
     target = random_target(tmp_path, "qwen3")
     target.model.config.model_type = "gemma3_text"
     assert "gemma3_text is none of the architectures it knows" in str(why_not(target.model))
 
 
-INTERPRETED = """
-import torch
-from engine.target import fp8_kernels, fused_operations
-from engine.target.fp8 import QuantizedRows
-from engine.target.fused_operations import Norm
-from engine.target.rotary_kernel import norm_and_rotate
-
-def close(a, b):
-    assert a.shape == b.shape and torch.allclose(a, b, atol=1e-5, rtol=1e-5), (a - b).abs().max()
-
-def room(rows, width, device):  # the interpreter rounds to 8 bits wrongly, so scaled values stay float32
-    return torch.empty(rows, width), torch.empty(rows, 1)
-
-fp8_kernels._room, fp8_kernels.PIECE = room, 64
-
-def quantised(rows, expected):
-    close(rows.scales, expected.abs().amax(1, keepdim=True) / 448)
-    close(rows.values * rows.scales, expected)
-
-torch.manual_seed(0)
-rows, length = 6, 3
-for heads, width, rotary, apart, normed in ((3, 20, 8, 40, True), (4, 16, 16, 16, False)):
-    x = torch.randn(rows, heads, apart)[..., :width]
-    norm = Norm(torch.randn(width), 1e-6) if normed else None
-    angle = torch.randn(length, rotary // 2).repeat(1, 2)
-    args = x, norm, angle.cos(), angle.sin()
-    close(norm_and_rotate(*args), fused_operations.rotate(*args))
-
-x, residual, norm = torch.randn(rows, 200), torch.randn(rows, 200), Norm(torch.randn(200), 1e-6)
-for branch in (x, None):
-    got, total = fp8_kernels.add_norm(branch, residual, norm, True)
-    expected, expected_total = fused_operations.add_norm(branch, residual, norm, True)
-    quantised(got, expected)
-    close(got.plain, expected)
-    close(total, expected_total)
-quantised(fp8_kernels.swiglu(x, residual), fused_operations.swiglu(x, residual))
-x, wide, norm = torch.randn(rows, 6, 40), torch.randn(rows, 6, 80), Norm(torch.randn(40), 1e-6)
-gate = wide[..., 40:]
-quantised(fp8_kernels.gate_heads(x, gate), fused_operations.gate_heads(x, gate))
-quantised(fp8_kernels.gate_heads(x, None), fused_operations.gate_heads(x, None))
-quantised(fp8_kernels.gated_norm(x, gate, norm), fused_operations.gated_norm(x, gate, norm))
-"""
+def test_the_check_runs_the_module_on_its_plain_functions_alone(tmp_path: Path) -> None:
+    target = random_target(tmp_path, "qwen3_5_text", dtype=torch.bfloat16)
+    walk = fused_walk(target, torch_operations())
+    expected = fused_errors(target, walk, tolerance=1.1)
+    with kernels_that_fail(target):
+        assert fused_errors(target, walk, tolerance=1.1) == expected
 
 
-def test_the_project_s_own_kernels_compute_what_plain_pytorch_does() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+def test_the_module_s_kernels_are_compared_unless_a_checked_walk_stands_for_them(tmp_path: Path) -> None:
+    target = random_target(tmp_path, "qwen3_5_text")
+    fused = FusedTarget(Options(on="all")).wrap_target(target, CPU_LANE)
+    unchecked = attrs.evolve(target, walk=fused_walk(target, torch_operations()))
+    recorded = attrs.evolve(target, walk=SimpleNamespace(inner=fused))
+    with kernels_that_fail(target):
+        for used in (target, unchecked, attrs.evolve(target, walk=SimpleNamespace(inner=target))):
+            with pytest.raises(EngineError, match="chunk_gated_delta_rule|causal_conv1d_fn"):
+                parts: Any = SimpleNamespace(targets=[used])
+                check_kernels(parts, print, [target])
+        for checked in (fused, recorded):
+            said: list[str] = []
+            parts = SimpleNamespace(targets=[checked])
+            check_kernels(parts, said.append, [target])
+            assert said == [
+                "kernels of the Hugging Face module on cpu: not compared; the fused target that runs in its "
+                "place was, with float32"
+            ]
+
+
+@contextmanager
+def kernels_that_fail(target: Target) -> Iterator[None]:
+    """A target's module bound to kernels that cannot run."""
+
+    def bound(binding: Binding) -> Any:
+        func_name: str = binding.operation
+        torch_function: Any = binding.plain
+
+        def implementation(*_: Any, **__: Any) -> Any:
+            raise RuntimeError("no kernel image")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert func_name and torch_function
+            return implementation(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for binding in bindings(target.model):
+            patch.setattr(binding.module, binding.attribute, bound(binding))
+        yield
 
 
 @pytest.mark.gpu
@@ -263,41 +274,3 @@ def test_on_a_gpu_the_kernels_are_as_exact_as_the_modules(tmp_path: Path, kind: 
         plain = fused_walk(target, torch_operations())(ids)
         for tap, expected in zip(fused.forward_taps(ids), plain, strict=True):
             assert relative_error(tap, expected) < 0.03
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_table_s_kernels_take_views_and_return_what_plain_pytorch_does() -> None:
-    torch.manual_seed(0)
-    device, table, plain = torch.device("cuda", 0), gpu_operations(), torch_operations()
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device).bfloat16()
-
-    norm = fused_operations.Norm(torch.rand(256, device=device) + 0.5, 1e-6)
-    small = fused_operations.Norm(torch.rand(64, device=device) + 0.5, 1e-6)
-    cos, sin = torch.randn(2, 100, 32, device=device)
-    wide = draw(200, 6, 128)
-    mixed = draw(2, 100, 96)
-    A_log, dt_bias = torch.rand(2, 4, device=device)
-    calls: dict[str, tuple[Any, ...]] = {
-        "add_norm": (draw(200, 256), draw(200, 256), norm, False),
-        "swiglu": (draw(200, 512), draw(200, 512)),
-        "convolve": (mixed[..., 32:64], draw(32, 4)),
-        "delta_rule": (
-            draw(2, 100, 2, 32),
-            draw(2, 100, 2, 32),
-            draw(2, 100, 4, 32),
-            *draw(2, 100, 8).chunk(2, dim=2),
-            A_log,
-            dt_bias,
-        ),
-        "gated_norm": (draw(200, 4, 64), draw(200, 4, 64), small),
-        "rotate": (wide[..., :64], small, cos, sin),
-        "gate_heads": (draw(200, 6, 64), wide[..., 64:]),
-    }
-    for name, arguments in calls.items():
-        got, expected = (getattr(operations, name)(*arguments) for operations in (table, plain))
-        got, expected = (x if isinstance(x, tuple) else (x,) for x in (got, expected))
-        for x, y in zip(got, expected, strict=True):
-            assert x.shape == y.shape and x.dtype == y.dtype
-            assert relative_error(x, y) < (0.02 if name == "delta_rule" else 0.005), name

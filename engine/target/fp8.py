@@ -172,4 +172,5 @@ def fp8_walk(target: Target, walk: FusedWalk, *, release: bool) -> FusedWalk:
     """
     on_gpu = target.device.type == "cuda"
     with on_device(target.device):
-        return fused_walk(target, fp8_operations(walk.operations, on_gpu=on_gpu, release=release))
+        made = fused_walk(target, fp8_operations(walk.operations, on_gpu=on_gpu, release=release))
+    return attrs.evolve(made, checked=walk.checked)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.target.fp8 import LARGEST, QuantizedRows
 from engine.target.fused_operations import Norm
+from engine.target.swiglu_kernel import sigmoid
 
 PIECE = 4096
 """Elements of a row that SwiGLU holds at a time; its rows are longer than registers are many."""
@@ -52,7 +53,7 @@ def _add_norm_kernel(
     if KEEP_PLAIN:
         tl.store(plain + at, x.to(plain.dtype.element_ty), mask=inside)
     scale = tl.maximum(tl.max(tl.abs(x), 0), 1e-12) / LARGEST
-    tl.store(values + at, (x / scale).to(values.dtype.element_ty), mask=inside)
+    tl.store(values + at, (x * (1 / scale)).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 
@@ -64,14 +65,15 @@ def _swiglu_kernel(gate, up, values, scales, LARGEST: tl.constexpr, WIDTH: tl.co
         place = begin + tl.arange(0, PIECE)
         x = tl.load(gate + row * WIDTH + place, mask=place < WIDTH, other=0.0).to(tl.float32)
         y = tl.load(up + row * WIDTH + place, mask=place < WIDTH, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(x * tl.sigmoid(x) * y))
+        largest = tl.maximum(largest, tl.abs(x * sigmoid(x) * y))
     scale = tl.maximum(tl.max(largest, 0), 1e-12) / LARGEST
     tl.store(scales + row, scale)
+    inverse = 1 / scale
     for begin in range(0, WIDTH, PIECE):  # once more from the cache
         place = begin + tl.arange(0, PIECE)
         x = tl.load(gate + row * WIDTH + place, mask=place < WIDTH, other=0.0).to(tl.float32)
         y = tl.load(up + row * WIDTH + place, mask=place < WIDTH, other=0.0).to(tl.float32)
-        z = x * tl.sigmoid(x) * y / scale
+        z = x * sigmoid(x) * y * inverse
         tl.store(values + row * WIDTH + place, z.to(values.dtype.element_ty), mask=place < WIDTH)
 
 
@@ -105,12 +107,12 @@ def _heads_kernel(
     if KIND > 0:
         at = gate + row * gate_row + head * gate_head + place
         g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        y *= tl.sigmoid(g)
+        y *= sigmoid(g)
         if KIND == 2:
             y *= g
     scale = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), 1e-12) / LARGEST
     to = values + (row * HEADS + head) * WIDTH + place
-    tl.store(to, (y / scale).to(values.dtype.element_ty), mask=inside)
+    tl.store(to, (y * (1 / scale)).to(values.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 

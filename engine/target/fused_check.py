@@ -5,6 +5,9 @@ are compared with the same layers in float32, on the modules' plain PyTorch func
 from the same input, so that nothing hides behind errors made earlier, and the taps after the whole way.
 The fused error may be a tenth larger than the unfused one, not more. Float32 weights exist for one layer
 at a time.
+
+The modules run on their plain functions in the target's dtype too: what is wanted of them is how much this
+dtype rounds, which plain functions tell as well as kernels, and no kernel is compiled that the run won't use.
 """
 
 import copy
@@ -17,6 +20,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from engine.errors import EngineError, is_out_of_memory
 from engine.target.fused_layers import Batch, positions
 from engine.target.fused_walk import FusedWalk, on_device, walked_layers
 from engine.target.kernels import Binding, bindings
@@ -55,7 +59,7 @@ class PathError:
 
 @torch.no_grad()
 def fused_errors(target: Target, walk: FusedWalk, tolerance: float, seed: int = 0) -> list[PathError]:
-    """Compare every layer and every tap of a walk, and of the modules, with float32.
+    """Compare every layer and every tap of a walk, and of the modules' plain functions, with float32.
 
     Other threads must not use the target meanwhile. Needs room for one layer in float32.
 
@@ -66,13 +70,16 @@ def fused_errors(target: Target, walk: FusedWalk, tolerance: float, seed: int = 
 
     Returns:
         One entry per kind of layer, then one per tap.
+
+    Raises:
+        EngineError: a kernel of the walk failed. Out of memory passes as it is.
     """
     ids = random_tokens(target, seed)
     calls: list[LayerCall] = []
     layers = walked_layers(target)
-    with _recorded(layers, calls):
+    with on_device(target.device), _plain_functions(target.model), _recorded(layers, calls):
         taps = target.forward_taps(ids)
-    fused_taps = walk(ids)
+    fused_taps = _first_run(walk, ids)
 
     floor = FLOORS[target.dtype]
     with on_device(target.device), _plain_functions(target.model), _exact_products():
@@ -99,6 +106,22 @@ def fused_errors(target: Target, walk: FusedWalk, tolerance: float, seed: int = 
         errors = relative_error(fused_tap, precise[layer_id]), relative_error(tap, precise[layer_id])
         found.append(_judged(f"tap of layer {layer_id}", *errors, tolerance * DEPTH_ALLOWANCE, floor))
     return found
+
+
+def _first_run(walk: FusedWalk, ids: Tensor) -> list[Tensor]:
+    try:
+        taps = walk(ids)
+        if walk.device.type == "cuda":
+            torch.cuda.synchronize(walk.device)  # a kernel's fault shows here rather than anywhere later
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise EngineError(
+            f"the fused target on {walk.device} failed at its first call: {type(error).__name__}: {error}. "
+            "Update Triton and flash-linear-attention, or name plugins.fused_target with "
+            'on = "never"'
+        ) from error
+    return taps
 
 
 def outputs_of_all_layers(walk: FusedWalk, input_ids: Tensor) -> list[Tensor]:

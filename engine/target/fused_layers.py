@@ -72,11 +72,14 @@ class GatedDeltaNet:
     gates: Projection
     """Outputs decay and beta side by side."""
     out: Projection
-    filters: tuple[Tensor, Tensor, Tensor]
-    """The convolution's weights [D, W] of queries, keys and values."""
+    filters: Tensor
+    """The convolution's weights [W, D], tap by tap, for queries, keys and values side by side."""
     norm: Norm
     A_log: Tensor
     dt_bias: Tensor
+    keys: int
+    values: int
+    """Channels of all heads."""
     key_dim: int
     value_dim: int
     """Of one head."""
@@ -84,11 +87,8 @@ class GatedDeltaNet:
 
     def __call__(self, x: Rows, batch: Batch) -> Tensor:
         operations, shape = self.operations, (batch.rows, batch.length)
-        widths = [weight.shape[0] for weight in self.filters]
-        parts = self.qkv(x).unflatten(0, shape).split(widths, dim=2)
-        q, k, v = (
-            operations.convolve(part, weight) for part, weight in zip(parts, self.filters, strict=True)
-        )
+        mixed = self.qkv(x).unflatten(0, shape)  # [B, T, 2·keys + values]
+        q, k, v = operations.convolve(mixed, self.filters, self.keys, self.values, self.key_dim)
         q, k = (part.unflatten(2, (-1, self.key_dim)) for part in (q, k))  # [B, T, Hk, K]
         v = v.unflatten(2, (-1, self.value_dim))  # [B, T, Hv, V]
         decay, beta = self.gates(x).unflatten(0, shape).chunk(2, dim=2)  # [B, T, Hv]
@@ -137,9 +137,14 @@ def why_not(model: Any) -> str | None:
         return f"{config.model_type} is none of the architectures it knows ({', '.join(ZERO_CENTRED_NORMS)})"
     if config.hidden_act != "silu":
         return f"hidden_act is {config.hidden_act}, it knows silu"
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "linear_attention"}
-    if kinds:
-        return f"there are {' and '.join(sorted(kinds))} layers, it knows full and linear attention"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if others := kinds - {"full_attention", "linear_attention"}:
+        return f"there are {' and '.join(sorted(others))} layers, it knows full and linear attention"
+    if "linear_attention" in kinds:
+        if (width := config.linear_key_head_dim) & (width - 1):
+            return f"its linear attention's key heads have {width} channels, it knows powers of two"
+        if config.linear_conv_kernel_dim != 4:
+            return f"its convolutions have {config.linear_conv_kernel_dim} taps, it knows 4"
     rope = getattr(model.base_model.rotary_emb, "rope_type", "default")
     if rope in CHANGING_FREQUENCIES:
         return f"rotary frequencies change with the length ({rope})"
@@ -202,17 +207,18 @@ def _attention(module: Any, operations: Operations, centred: bool) -> Attention:
 
 def _delta_net(module: Any, operations: Operations) -> GatedDeltaNet:
     project = operations.projection
-    filters = module.conv1d.weight.detach().squeeze(1)  # [2·keys + values, W]
     return GatedDeltaNet(
         operations=operations,
         qkv=project(module.in_proj_qkv),
         z=project(module.in_proj_z),
         gates=operations.small_projection(module.in_proj_a, module.in_proj_b),
         out=project(module.out_proj),
-        filters=filters.split([module.key_dim, module.key_dim, module.value_dim]),
+        filters=module.conv1d.weight.detach().squeeze(1).t().contiguous(),
         norm=_norm(module.norm, centred=False),
         A_log=module.A_log.detach().float(),
         dt_bias=module.dt_bias.detach().float(),
+        keys=module.key_dim,
+        values=module.value_dim,
         key_dim=module.head_k_dim,
         value_dim=module.head_v_dim,
     )

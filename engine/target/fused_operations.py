@@ -5,9 +5,10 @@ says how each is done. In plain PyTorch everything between two matrix products i
 rounded once, which is what the kernels do as well, so the plain table is both the path on a CPU and the
 kernels' reference.
 
-FLA has a kernel for all but the rotation of queries and keys. Its forward functions are called directly:
-its autograd functions would keep arguments for a backward pass that a frozen target never has, and cost
-Python time that many lanes share.
+FLA gives the delta rule and the norm; its forward functions are called directly, since autograd functions
+would keep arguments for a backward pass that a frozen target never has, and cost Python time that many lanes
+share. What else stands between products is the project's own: each such kernel only waits for memory, so it
+has one fixed shape, where FLA's are tuned over dozens when a run starts.
 """
 
 from collections.abc import Callable, Mapping
@@ -50,12 +51,13 @@ class Operations:
     `small_projection` reads the rows too."""
     swiglu: Callable[[Tensor, Tensor], Rows]
     """(gate, up), both [N, I] → silu(gate) * up."""
-    convolve: Callable[[Tensor, Tensor], Tensor]
-    """(x [B, T, D], whose rows may lie apart; weight [D, W]) → silu of the causal depthwise convolution,
-    contiguous."""
+    convolve: Callable[[Tensor, Tensor, int, int, int], tuple[Tensor, Tensor, Tensor]]
+    """(x [B, T, D], whose rows may lie apart; weight [W, D]; channels of all queries, which are as many as of
+    all keys; of all values; of a key head) → silu of the causal depthwise convolution as q, k [B, T, keys]
+    and v [B, T, values], contiguous, each head of q and k of unit length."""
     delta_rule: Callable[..., Tensor]
-    """(q, k [B, T, Hk, K]; v [B, T, Hv, V]; raw decay and beta [B, T, Hv]; A_log, dt_bias float32 [Hv])
-    → [B, T, Hv, V], with the Gated DeltaNet's gates and unit-length queries and keys."""
+    """(q, k [B, T, Hk, K] of unit length; v [B, T, Hv, V]; raw decay and beta [B, T, Hv]; A_log, dt_bias
+    float32 [Hv]) → [B, T, Hv, V], with the Gated DeltaNet's gates."""
     gated_norm: Callable[[Tensor, Tensor, Norm], Rows]
     """(x, gate, both [N, heads, d]; norm) → norm(x) * silu(gate), [N, heads·d]."""
     rotate: Callable[[Tensor, Norm | None, Tensor, Tensor], Tensor]
@@ -102,10 +104,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
-def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    padded = F.pad(x.float().transpose(1, 2), (weight.shape[1] - 1, 0))  # [B, D, W - 1 + T]
-    mixed = F.conv1d(padded, weight.float().unsqueeze(1), groups=weight.shape[0])
-    return F.silu(mixed).transpose(1, 2).to(x.dtype).contiguous()
+def convolve(
+    x: Tensor, weight: Tensor, key_width: int, value_width: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    padded = F.pad(x.float().transpose(1, 2), (weight.shape[0] - 1, 0))  # [B, D, W - 1 + T]
+    mixed = F.conv1d(padded, weight.float().t().unsqueeze(1), groups=weight.shape[1])
+    q, k, v = F.silu(mixed).transpose(1, 2).split([key_width, key_width, value_width], dim=2)
+    q, k = (unit(part.unflatten(2, (-1, key_dim))).flatten(2) for part in (q, k))
+    return q.to(x.dtype).contiguous(), k.to(x.dtype).contiguous(), v.to(x.dtype).contiguous()
 
 
 def delta_rule(
@@ -115,7 +121,7 @@ def delta_rule(
     share = v.shape[2] // k.shape[2]
     g = (-A_log.exp() * F.softplus(decay.float() + dt_bias)).exp()  # [B, T, Hv]
     beta = beta.float().sigmoid()
-    q, k = (unit(x.float()).repeat_interleave(share, dim=2) for x in (q, k))  # [B, T, Hv, K]
+    q, k = (x.float().repeat_interleave(share, dim=2) for x in (q, k))  # [B, T, Hv, K]
     state = q.new_zeros(*q.shape[:1], *q.shape[2:], v.shape[-1])  # [B, Hv, K, V]
     out = torch.empty_like(v)
     for t in range(q.shape[1]):
@@ -165,27 +171,20 @@ def side_by_side(first: nn.Linear, second: nn.Linear) -> Projection:
 
 
 def gpu_operations() -> Operations:
-    """FLA's kernels, PyTorch's flash attention, and the project's own kernel for queries and keys.
+    """FLA's norm and delta rule, PyTorch's flash attention, and the project's own kernels between them.
 
     Raises:
         ImportError: FLA or Triton is not there, or of a version whose functions have moved.
     """
-    from fla.modules.activations.ops import sigmoidglu_fwd, swiglu_fwd
-    from fla.modules.causal_conv1d.ops import causal_conv1d_fwd
-    from fla.modules.norm.fused_norm_gate import layer_norm_gated_fwd
     from fla.modules.norm.layernorm import layer_norm_fwd
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    from engine.target.rotary_kernel import norm_and_rotate
+    from engine.target import convolution_kernel, fused_gates, rotary_kernel, swiglu_kernel
 
     def add_norm(branch: Tensor | None, residual: Tensor, norm: Norm, plain: bool) -> tuple[Tensor, Tensor]:
         x, rest = (residual, None) if branch is None else (branch, residual)
         y, _, _, whole = layer_norm_fwd(x, norm.weight, None, norm.eps, residual=rest, is_rms_norm=True)
         return y, whole
-
-    def convolve(x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = causal_conv1d_fwd(x, weight, None, None, activation="silu")[0]
-        return y
 
     def delta_rule(
         q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
@@ -196,7 +195,7 @@ def gpu_operations() -> Operations:
             v,
             decay,
             beta,
-            use_qk_l2norm_in_kernel=True,
+            use_qk_l2norm_in_kernel=False,
             use_beta_sigmoid_in_kernel=True,
             use_gate_in_kernel=True,
             A_log=A_log,
@@ -204,36 +203,25 @@ def gpu_operations() -> Operations:
         )[0]
         return out
 
-    def gated_norm(x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
-        heads = x.flatten(0, 1)  # [N·heads, d]
-        y = layer_norm_gated_fwd(
-            heads, gate.flatten(0, 1), norm.weight, None, "swish", norm.eps, is_rms_norm=True
-        )[0]
-        return y.view(x.shape[0], -1)
-
-    def gate_heads(x: Tensor, gate: Tensor | None) -> Tensor:
-        gated: Tensor = x if gate is None else sigmoidglu_fwd(gate, x)
-        return gated.flatten(1)
-
     return Operations(
         names={
             "norm": "fla.modules.norm.layernorm.layer_norm_fwd",
-            "gated_norm": "fla.modules.norm.fused_norm_gate.layer_norm_gated_fwd",
-            "causal_conv1d_fn": "fla.modules.causal_conv1d.ops.causal_conv1d_fwd",
+            "gated_norm": "engine.target.fused_gates.gated_norm",
+            "causal_conv1d_fn": "engine.target.convolution_kernel.convolve",
             "chunk_gated_delta_rule": "fla.ops.gated_delta_rule.chunk_gated_delta_rule",
-            "swiglu": "fla.modules.activations.ops.swiglu_fwd",
+            "swiglu": "engine.target.swiglu_kernel.swiglu",
             "rotary": "engine.target.rotary_kernel.norm_and_rotate",
             "attention": "sdpa",
             "linear": "torch.nn.functional.linear",
         },
         add_norm=add_norm,
-        swiglu=swiglu_fwd,
-        convolve=convolve,
+        swiglu=swiglu_kernel.swiglu,
+        convolve=convolution_kernel.convolve,
         delta_rule=delta_rule,
-        gated_norm=gated_norm,
-        rotate=norm_and_rotate,
+        gated_norm=fused_gates.gated_norm,
+        rotate=rotary_kernel.norm_and_rotate,
         attend=attend,
-        gate_heads=gate_heads,
+        gate_heads=fused_gates.gate_heads,
         projection=shared_projection,
         small_projection=side_by_side,
     )

@@ -30,6 +30,8 @@ class FusedWalk:
     target_layer_ids: tuple[int, ...]
     operations: Operations
     device: torch.device
+    checked: bool = False
+    """Whether it was compared with float32, on this device."""
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> list[Tensor]:

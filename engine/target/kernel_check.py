@@ -5,6 +5,9 @@ silence. So before a run, each device's target reads a few hundred tokens, and e
 model file bound to a kernel is computed once more by the plain function in float32, from the arguments
 that the kernel was given: the run's own heads, weights and dtype. One call of each operation is
 compared, the first.
+
+A fused target has kernels of its own, which were compared with float32 when it was made; the module's are not
+compiled for a comparison then, if nothing else will run them.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError, is_out_of_memory
+from engine.target.fused_walk import FusedWalk
 from engine.target.kernels import Binding, bindings
 from engine.target.loading import Target
 
@@ -49,6 +53,19 @@ class KernelError:
         )
 
 
+def compared_already(target: Target) -> bool:
+    """Whether a target's forward is a fused walk that was compared with float32, or a recording of one."""
+    walk = getattr(target, "walk", None)
+    while (inner := getattr(walk, "inner", None)) is not None:
+        walk = inner.walk
+    return isinstance(walk, FusedWalk) and walk.checked
+
+
+def has_kernels(target: Target) -> bool:
+    """Whether an operation of a target's module runs as a kernel."""
+    return any(binding.on_kernel(target.device) for binding in bindings(target.model))
+
+
 @torch.no_grad()
 def kernel_errors(target: Target, seed: int = 0) -> list[KernelError]:
     """Compare each operation of a target that runs as a kernel; empty where all run as plain PyTorch.
@@ -57,6 +74,7 @@ def kernel_errors(target: Target, seed: int = 0) -> list[KernelError]:
     that compare, until this returns.
 
     Args:
+        target: with its forward as loaded.
         seed: of the random tokens.
 
     Raises:
