@@ -57,6 +57,7 @@ def load_bare_target(bench: Bench, device: torch.device) -> Any:
         target_layer_ids=schedule.drafter.target_layer_ids,
         device=device,
         seed=schedule.run.seed,
+        keep_head=False,
         progress=lambda line: None,
     )
 
