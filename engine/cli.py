@@ -6,12 +6,14 @@ import threading
 import traceback
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from engine.bench_cli import bench_app
-from engine.errors import EngineError, InputError, ScheduleError, exit_code_of, words
+from engine.data_cli import data_app
+from engine.errors import EngineError, ScheduleError, exit_code_of, words
+from engine.served_cli import served_app
 
 app = typer.Typer(
     help="Trains DFlash speculative-decoding drafters against a frozen target.",
@@ -19,19 +21,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data_app)
+app.add_typer(served_app)
 app.add_typer(bench_app, name="bench")
 
 ScheduleFile = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="a TOML file, see schedules/")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="any field, such as train.lr=3e-4")
 ]
-Checkpoint = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="a checkpoint, or a run's folder: its latest")
-]
-TargetOption = Annotated[
-    str | None, typer.Option("--target", help="the target, where the checkpoint's schedule does not find it")
-]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda:<n>; a GPU if there is one")]
 
 
 @app.command("run")
@@ -84,215 +81,6 @@ def check(schedule: ScheduleFile, set_: Overrides = None) -> None:
     plan = plan_run(load_schedule(schedule, set_ or []))
     sys.stdout.write(plan.schedule.to_toml())
     print_plan(plan, wide_console())
-
-
-@app.command()
-def prepare(
-    inputs: Annotated[list[Path], typer.Argument(metavar="JSONL…")],
-    output: Annotated[Path, typer.Option(help="folder for the prepared documents")],
-    tokenizer: Annotated[
-        str | None, typer.Option(help="a tokenizer's folder, or builtin:tiny-hybrid; else the target's")
-    ] = None,
-    max_length: Annotated[int | None, typer.Option(min=2, help="cut longer ones at the end")] = None,
-    held_out: Annotated[float | None, typer.Option(help="share split off by answer")] = None,
-    show: Annotated[int, typer.Option(min=0, help="print this many rows, supervised tokens marked")] = 0,
-    max_bad: Annotated[float, typer.Option(min=0, max=1, help="share of bad rows that stops it")] = 0.01,
-    answers: Annotated[
-        Literal["all", "last", "target"],
-        typer.Option(help="supervise all answers, or the last one; or let the target write them"),
-    ] = "all",
-    template: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="for the chat template, e.g. enable_thinking=false"),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what is in --output")] = False,
-    target: Annotated[str | None, typer.Option(help="with --answers target: its folder")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0, help="of its answers; 0, the default: the most likely tokens")
-    ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer; 1024")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="prompts answered side by side; 32")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="of the draws; 0")] = None,
-    device: Annotated[str | None, typer.Option(help="of the target: cpu or cuda:<n>")] = None,
-    dtype: Annotated[
-        Literal["bfloat16", "float32"] | None, typer.Option(help="of the target; bfloat16")
-    ] = None,
-) -> None:
-    """Turn JSONL conversations into documents for training."""
-    from engine.builtin import resolve
-    from engine.data.preparation import prepare as prepare_documents
-    from engine.regenerate import requested_writer
-    from engine.toml_text import apply_override
-
-    template_options: dict[str, Any] = {}
-    for option in template or []:
-        apply_override(template_options, option)
-    settings = {
-        "temperature": temperature,
-        "max_new_tokens": max_new_tokens,
-        "batch": batch,
-        "seed": seed,
-        "device": device,
-        "dtype": dtype,
-    }
-    writer = requested_writer(answers, target, settings, lambda line: typer.echo(line, err=True))
-    folder = tokenizer or target
-    if folder is None:
-        raise InputError("--tokenizer: needed, the folder of the target's tokenizer")
-    prepare_documents(
-        inputs,
-        resolve(folder),
-        output,
-        max_length=max_length,
-        held_out=held_out,
-        show=show,
-        max_bad=max_bad,
-        answers="all" if answers == "target" else answers,
-        template_options=template_options,
-        answer_writer=writer,
-        overwrite=overwrite,
-    )
-
-
-@app.command("inspect")
-def inspect_command(
-    data: Annotated[str, typer.Argument(metavar="DATA", help="prepared documents, Arrow, Parquet or JSONL")],
-    schedule: Annotated[Path | None, typer.Option(help="adds what its settings make of them")] = None,
-    set_: Overrides = None,
-    tokenizer: Annotated[str | None, typer.Option(help="a tokenizer's folder; else the target's")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="documents to show in full")] = 2,
-    json: Annotated[bool, typer.Option("--json", help="the figures as JSON, without samples")] = False,
-) -> None:
-    """Look at data: lengths, answers, duplicates, what is cut, anchors, and coloured samples."""
-    from engine.inspect_data import inspect_data
-    from engine.schedule import load_schedule
-
-    if schedule is None and set_:
-        raise ScheduleError("--set changes a schedule's keys; give the schedule too")
-    inspect_data(
-        data,
-        load_schedule(schedule, set_ or []) if schedule else None,
-        tokenizer=tokenizer,
-        samples=samples,
-        as_json=json,
-        output=sys.stdout,
-    )
-
-
-@app.command("evaluate")
-def evaluate_command(
-    checkpoint: Checkpoint,
-    prompts: Annotated[int, typer.Option(min=1, help="held-out documents, at most")] = 200,
-    data: Annotated[str | None, typer.Option(help="instead of the schedule's held-out documents")] = None,
-    target: TargetOption = None,
-    device: DeviceOption = None,
-    walk: Annotated[bool, typer.Option("--walk/--no-walk", help="score and walk the answers")] = True,
-    decoding: Annotated[
-        bool, typer.Option("--decoding/--no-decoding", help="decode, with the drafter and without")
-    ] = True,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="of the sampling")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="prompts decoded together")] = 32,
-    png: Annotated[Path | None, typer.Option(help="draw a chart")] = None,
-    json: Annotated[Path | None, typer.Option(help="write the figures")] = None,
-) -> None:
-    """Measure accepted length, and speed beside the target alone; exit code 7 where output differs."""
-    from rich.console import Console
-
-    from engine.evaluate import check_output, evaluate_checkpoint
-    from engine.evaluation_report import draw, print_report, write_json
-
-    notes = Console(stderr=True)
-    report = evaluate_checkpoint(
-        checkpoint,
-        prompts=prompts,
-        data=data,
-        target=target,
-        device=device,
-        walks=walk,
-        decodes=decoding,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        batch=batch,
-        say=lambda line: notes.print(line, markup=False, highlight=False, soft_wrap=True),
-    )
-    print_report(report, Console())
-    if json:
-        write_json(report, json)
-    if png:
-        draw(report, png)
-    check_output(report)
-
-
-@app.command("generate")
-def generate_command(
-    checkpoint: Checkpoint,
-    prompt: Annotated[str, typer.Option(help="what to answer")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="of the answer")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="of the sampling")] = 0,
-    chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="render the prompt by the target's chat template")
-    ] = True,
-    template: Annotated[
-        list[str] | None,
-        typer.Option(metavar="KEY=VALUE", help="for the chat template, e.g. enable_thinking=false"),
-    ] = None,
-    target: TargetOption = None,
-    device: DeviceOption = None,
-) -> None:
-    """Answer a prompt by speculative decoding; on a terminal the drafter's tokens are coloured."""
-    from rich.console import Console
-
-    from engine.generate import generate
-    from engine.toml_text import apply_override
-
-    options: dict[str, Any] = {}
-    for option in template or []:
-        apply_override(options, option)
-    generate(
-        checkpoint,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        chat=chat,
-        template=options,
-        target=target,
-        device=device,
-        output=Console(),
-        notes=Console(stderr=True),
-    )
-
-
-@app.command("export")
-def export_command(
-    checkpoint: Checkpoint,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to; made")],
-    format_: Annotated[
-        Literal["dflash", "speculators"],
-        typer.Option("--format", help="as SGLang and vLLM read it, or as the speculators library does"),
-    ] = "dflash",
-    target: TargetOption = None,
-    target_name: Annotated[
-        str | None, typer.Option(help="what the card calls it, such as its Hub name; else its path")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace the export in DIR")] = False,
-) -> None:
-    """Write a drafter as a folder that servers load, and compare what they would compute with training."""
-    from engine.export import export
-
-    export(
-        checkpoint,
-        folder,
-        layout=format_,
-        target=target,
-        target_name=target_name,
-        overwrite=overwrite,
-        say=lambda line: typer.echo(line, err=True),
-    )
 
 
 @app.command()
