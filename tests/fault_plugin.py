@@ -56,7 +56,8 @@ class InTarget(Fault):
 
 class WrappedTarget:
     def __init__(self, target: Any, fault: Fault) -> None:
-        self._target, self._fault, self._calls = target, fault, 0
+        # A start looks at the first micro-batch's taps once, before the run counts.
+        self._target, self._fault, self._calls = target, fault, -1
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)

@@ -5,6 +5,7 @@ same functions.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -99,11 +100,16 @@ def test_noise_differs_between_documents() -> None:
 def test_the_walk_begins_at_the_first_answer_token(monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of((20, 5))
 
-    def hits(drafter, shared, context, row, anchors, recipe) -> BlockLoss:
+    def asked(drafter, shared, context, row, anchors, recipe):  # instead of hidden states: what was asked
+        return SimpleNamespace(anchors=anchors, device=torch.device("cpu")), None
+
+    def hits(hidden, head, labels, supervised, **_) -> BlockLoss:
+        anchors = hidden.anchors
         right = (anchors.position < 10)[:, None].expand(-1, 3) & (anchors.document >= 0)[:, None]
         return BlockLoss(torch.tensor(1.0), torch.tensor(1.0), right, torch.ones_like(right))
 
-    monkeypatch.setattr("engine.dflash.decoding.drafter_loss", hits)
+    monkeypatch.setattr("engine.dflash.decoding.drafter_blocks", asked)
+    monkeypatch.setattr("engine.dflash.decoding.block_loss", hits)
     drafter = small_drafter(small_config())
     for at_once in (1, 6, 64):
         recipe = recipe_of(max_anchors=at_once)

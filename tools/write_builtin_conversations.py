@@ -7,6 +7,10 @@ one length are decoded together. A document is the prompt's ids and the raw answ
 included and supervised; nothing is rendered twice.
 
     python -m tools.write_builtin_conversations
+    python -m tools.write_builtin_conversations --prompts 40000 --output data     # more to train on
+
+More prompts begin with those that ship, and an answer's own hash says whether it is held out: what was held
+out before is in no larger training set.
 
 The numbers of the conversations stand in each manifest under `source`, in the order of the rows, so
 that `engine.builtin.text.conversation` gives back the prompt's text, its kind and the right answer.
@@ -17,6 +21,7 @@ import json
 import time
 import zlib
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -61,8 +66,10 @@ def main() -> None:
     )
     parser.add_argument("--prompts", type=int, default=5600)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="instead of the package's own folder")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    output: Path | None = arguments.output
 
     folder = resolve(TINY_HYBRID)
     training = json.loads((folder / "training.json").read_text())
@@ -107,7 +114,7 @@ def main() -> None:
         kept[is_held_out(answers[index])].append(index)
     for name, held_out in ((TRAIN, False), (HELD_OUT, True)):
         manifest = write_documents(
-            resolve(name),
+            output / Path(name).name if output else resolve(name),
             (
                 (prompts[index] + answers[index], [0] * len(prompts[index]) + [1] * len(answers[index]))
                 for index in kept[held_out]

@@ -124,6 +124,8 @@ def walk_answers(
                 blocks.supervised.to(hidden.device),
                 weights=recipe.weights,
                 chunk=recipe.chunk,
+                used=anchors.used,
+                softmax=drafter.softmax,
             )
             counts.add(loss, anchors.used)
             prefixes = leading_right(loss.right[: anchors.used]).tolist()
