@@ -4,6 +4,9 @@ The walk scores every answer position in a few passes of target and drafter, aga
 would have said, and follows the text as a greedy server would. Decoding is the real thing, with caches,
 and says besides what it is worth in tokens per second, and whether the output is the target's own. The
 walk needs no decoding and is what runs during training; each is a check of the other.
+
+Both bring shapes that the training's kernels were not tuned for, so both take kernels that take any
+(`target.decoding_kernels`).
 """
 
 import time
@@ -38,12 +41,27 @@ from engine.served_pair import (
     held_out_documents,
     load_pair,
 )
+from engine.target.cached_forward import prefill, row_bytes
+from engine.target.decoding_kernels import any_shape, any_shape_attention
 from engine.target.loading import Target
+from engine.target.truncation import capturing_taps
 
 LOGITS_AT_ONCE = 1 << 29
 """Elements; a row of 2,048 tokens over a vocabulary of 250,000 comes alone."""
 
 LOSS_CHUNK = 1024
+
+BATCH = 32
+"""Prompts decoded together on a CPU, and where a GPU has no room to speak of."""
+
+MOST_TOGETHER = 256
+"""More rows than these no longer hide in a forward's launches."""
+
+SHARE_OF_FREE_MEMORY = 8
+"""Rows may remember that part of a GPU's free memory: a verification holds them twice, attention copies
+their keys and values, and logits come on top."""
+
+SAY_EVERY_S = 5.0
 
 
 def evaluate_checkpoint(
@@ -58,7 +76,7 @@ def evaluate_checkpoint(
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     seed: int = 0,
-    batch: int = 32,
+    batch: int | None = None,
     say: Say = lambda line: None,
 ) -> EvaluationReport:
     """Measure a checkpoint, or a run's latest, on held-out prompts.
@@ -69,7 +87,7 @@ def evaluate_checkpoint(
         walks, decodes: which of the two measures to take.
         max_new_tokens: of an answer.
         temperature: 0 is greedy. seed: of the sampling.
-        batch: prompts that are decoded together.
+        batch: prompts that are decoded together; None: 32, on a GPU as many as have room, up to 256.
         say: takes lines about progress.
 
     Raises:
@@ -122,11 +140,15 @@ def walk_documents(pair: ServedPair, documents: Documents, say: Say) -> WalkFigu
         seed=0,
     )
     agreed = answered = 0
+    told = begin
     recipe = _recipe(pair, section)
 
     def packed() -> Iterator[tuple[PackedRow, Packed, Tensor]]:
-        nonlocal agreed, answered
+        nonlocal agreed, answered, told
         for index in range(batches.per_epoch):
+            if (now := time.perf_counter()) - told > SAY_EVERY_S:
+                told = now
+                say(f"walk: {index} of {batches.per_epoch} micro-batches in {now - begin:.1f} s")
             row, taps, own = _pack(pair, recipe, batches, index)
             counted = row.loss_mask & (row.position > 0)
             agreed += int((own == row.input_ids)[counted].sum())
@@ -136,7 +158,8 @@ def walk_documents(pair: ServedPair, documents: Documents, say: Say) -> WalkFigu
     dtype = next(pair.drafter.parameters()).dtype
     target = pair.target
     shared = SharedWeights(target.embed_tokens, target.lm_head).to(target.device, dtype)
-    walked = walk_answers(pair.drafter, shared, packed(), recipe)
+    with any_shape_attention(target.device):  # the drafter's, in rows of any length
+        walked = walk_answers(pair.drafter, shared, packed(), recipe)
     figures = WalkFigures(
         acceptance=Acceptance.of(walked.advances, walked.drafted, pair.config.block_size),
         documents=walked.documents,
@@ -149,18 +172,29 @@ def walk_documents(pair: ServedPair, documents: Documents, say: Say) -> WalkFigu
     return figures
 
 
-def own_tokens(target: Target, input_ids: Tensor) -> Tensor:
-    """What the target would have said at each place, given the text before it.
+def own_tokens_and_taps(target: Target, input_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """What the target would have said at each place, given the text before it, and its taps.
+
+    One forward gives both; training's own walk over the layers ends at the last tap.
 
     Args:
         input_ids: int64 [rows, length], right-padded, on the target's device.
 
     Returns:
-        int64 [rows, length] on the CPU; the first of a row is its own, which nothing predicts.
+        int64 [rows, length] on the CPU, the first of a row its own, which nothing predicts; and one
+        [rows, length, H] per tap on the target's device.
     """
     rows_at_once = max(1, LOGITS_AT_ONCE // (input_ids.shape[1] * target.summary.vocab_size))
-    said = [target.logits(rows).argmax(-1) for rows in input_ids.split(rows_at_once)]  # [rows, length]
-    return torch.cat([input_ids[:, :1], torch.cat(said)[:, :-1]], dim=1).cpu()
+    said, taps = [], []
+    for rows in input_ids.split(rows_at_once):
+        with (
+            any_shape(target.model, target.device),
+            capturing_taps(len(target.target_layer_ids)) as captured,
+        ):
+            said.append(target.logits(rows).argmax(-1))  # [rows, length]
+        taps.append(captured)
+    own = torch.cat([input_ids[:, :1], torch.cat(said)[:, :-1]], dim=1).cpu()
+    return own, [torch.cat(parts) for parts in zip(*taps, strict=True)]
 
 
 def _pack(
@@ -168,13 +202,10 @@ def _pack(
 ) -> tuple[PackedRow, Packed, Tensor]:
     """A micro-batch as one row, its taps for the drafter, and the target's own token at each slot."""
     batch = batches.micro_batch(index)
-    input_ids = batch.input_ids.to(pair.target.device)
     row = pack_row(batch.input_ids, batch.loss_mask, batch.lengths, batch.document_ids)
-    own = pack_row(
-        own_tokens(pair.target, input_ids), batch.loss_mask, batch.lengths, batch.document_ids
-    ).input_ids
+    tokens, taps = own_tokens_and_taps(pair.target, batch.input_ids.to(pair.target.device))
+    own = pack_row(tokens, batch.loss_mask, batch.lengths, batch.document_ids).input_ids
     dtype = next(pair.drafter.parameters()).dtype
-    taps = pair.target.forward_taps(input_ids)
     packed = tuple(tensor.to(dtype) for tensor in recipe.features.pack(taps, row))
     if pair.schedule is not None and pair.schedule.train.zero_taps:
         packed = tuple(torch.zeros_like(tensor) for tensor in packed)
@@ -208,13 +239,14 @@ def decode_documents(
     max_new_tokens: int,
     temperature: float,
     seed: int,
-    batch: int,
+    batch: int | None,
     say: Say,
 ) -> DecodingFigures:
     """Decode the prompts of some documents with the drafter and by the target alone, and compare.
 
     Args:
         documents: a prompt is what stands before a document's first answer.
+        batch: prompts that are decoded together; None: as many as `evaluate_checkpoint` says.
     """
     prompts = [_prompt(documents, number) for number in range(len(documents))]
     longest = max(map(len, prompts)) + max_new_tokens
@@ -224,16 +256,24 @@ def decode_documents(
             f"the target has {limit} positions; lower it, or take shorter documents"
         )
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # equal lengths together
+    batch = batch or _batch(pair.target, prompts[order[0]], longest)
     groups = [order[start : start + batch] for start in range(0, len(order), batch)]
-    how: dict[str, Any] = {"stop": pair.stop, "temperature": temperature, "seed": seed}
+    how: dict[str, Any] = {
+        "stop": pair.stop,
+        "temperature": temperature,
+        "seed": seed,
+        "rows_at_once": batch,
+    }
     ours: dict[int, Decoded] = {}
     alone: dict[int, list[int]] = {}
     seconds = alone_seconds = 0.0
-    if pair.target.device.type == "cuda":  # kernels are tuned and loaded before the clock runs
+    if pair.target.device.type == "cuda":  # kernels are compiled and loaded before the clock runs
+        begin = _now(pair)
         first = [prompts[number] for number in groups[0]]
         few = min(max_new_tokens, 2 * pair.config.block_size)
         speculate(pair.target, pair.drafter, first, max_new_tokens=few, **how)
         decode_alone(pair.target, first, max_new_tokens=few, **how)
+        say(f"decoding {batch} prompts at a time; kernels ready after {_now(pair) - begin:.1f} s")
     for group in groups:
         given = [prompts[place] for place in group]
         begin = _now(pair)
@@ -267,6 +307,16 @@ def decode_documents(
         identical=len(prompts) - len(differences) if greedy else None,
         differences=tuple(differences),
     )
+
+
+def _batch(target: Target, prompt: list[int], length: int) -> int:
+    """How many prompts to decode together: a power of two, as many rows of `length` as have room."""
+    if target.device.type != "cuda":
+        return BATCH
+    rows, _, _ = prefill(target, [prompt])
+    free, _ = torch.cuda.mem_get_info(target.device)
+    room = int(free) // (SHARE_OF_FREE_MEMORY * row_bytes(rows, length))
+    return max(BATCH, min(MOST_TOGETHER, 1 << room.bit_length() - 1 if room else 0))
 
 
 def _prompt(documents: Documents, number: int) -> list[int]:

@@ -30,7 +30,10 @@ def evaluate_command(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="of an answer")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="of the sampling")] = 0,
-    batch: Annotated[int, typer.Option(min=1, help="prompts decoded together")] = 32,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="prompts decoded together; else 32, on a GPU as many as have room"),
+    ] = None,
     png: Annotated[Path | None, typer.Option(help="draw a chart")] = None,
     json: Annotated[Path | None, typer.Option(help="write the figures")] = None,
 ) -> None:

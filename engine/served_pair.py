@@ -8,7 +8,7 @@ weights are compared with those of the training.
 
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from engine.errors import CheckpointError, InputError
 from engine.plugin_host import PluginHost, load_plugins
 from engine.randomness import stateless_hash
 from engine.run_folder import resolve_checkpoint
+from engine.runtime.launch_state import ColdKey
+from engine.runtime.serializer import Serializer
 from engine.runtime.tuning_cache import TuningCache, cache_folder, fingerprint
 from engine.schedule import Schedule, structure
 from engine.schedule import Target as TargetSection
@@ -86,17 +88,29 @@ def chosen_device(name: str | None) -> str:
 
 @contextmanager
 def earlier_tuning(device: str, say: Say) -> Iterator[None]:
-    """What this machine's runs tuned is used on a GPU, and added to: tuning takes longer than decoding."""
+    """What this machine's runs tuned is used on a GPU, and added to: tuning takes longer than decoding.
+
+    Each key that is tuned all the same is told, and kept at once, so that a command that is broken off,
+    by whatever signal, need not tune it again.
+    """
     if device == "cpu":
         yield
         return
     tuned = TuningCache(fingerprint(), cache_folder(), say)
-    tuned.install()
-    try:
-        yield
-    finally:
+    serializer = Serializer("tune")  # which tells of cold keys; no other thread launches anything here
+
+    def keep(cold: ColdKey) -> None:
+        say(f"tuned {cold.kernel} {cold.key}, {cold.seconds:.1f} s")
         tuned.save()
-        tuned.uninstall()
+
+    serializer.on_cold = keep
+    with ExitStack() as stack:
+        tuned.install()
+        stack.callback(tuned.uninstall)
+        stack.callback(tuned.save)
+        serializer.install()
+        stack.callback(serializer.uninstall)
+        yield
 
 
 def load_pair(

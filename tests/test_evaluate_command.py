@@ -18,7 +18,7 @@ from test_commands import engine
 from engine.dflash.decoding import walk
 from engine.dflash.speculation import Decoded, speculate
 from engine.errors import CheckpointError, InputError
-from engine.evaluate import decode_documents, evaluate_checkpoint, own_tokens
+from engine.evaluate import decode_documents, evaluate_checkpoint, own_tokens_and_taps
 from engine.evaluation_report import Acceptance, EvaluationReport, print_report
 from engine.planning import plan_run
 from engine.run import run
@@ -79,10 +79,17 @@ def test_slots_count_as_accepted_where_an_answers_end_cuts_the_targets_own_token
     assert math.isnan(Acceptance.of([], [], block_size=4).accepted_length)
 
 
-def test_the_targets_own_tokens_are_what_it_says_after_each_prefix(trained: Path) -> None:
+def test_the_targets_own_tokens_are_what_it_says_after_each_prefix(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = load_pair(trained, device="cpu").target
     ids = torch.randint(0, PAD, (3, 9), generator=torch.Generator().manual_seed(0))
-    said = own_tokens(target, ids)
+    said, taps = own_tokens_and_taps(target, ids)
+    for tap, expected in zip(taps, target.forward_taps(ids), strict=True):
+        assert torch.equal(tap, expected)
+    monkeypatch.setattr("engine.evaluate.LOGITS_AT_ONCE", 1)  # each row alone
+    again, taps_again = own_tokens_and_taps(target, ids)
+    assert torch.equal(again, said) and taps_again[0].shape == taps[0].shape
     for row in range(3):
         assert said[row, 0] == ids[row, 0]
         for place in range(1, 9):

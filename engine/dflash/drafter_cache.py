@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.dflash.configuration import SLIDING, DrafterConfig
 from engine.dflash.drafter import Drafter, DrafterLayer, rotary
+from engine.target.decoding_kernels import any_shape_attention
 
 
 class ContextCache:
@@ -99,13 +100,14 @@ class ContextCache:
             return out.transpose(1, 2).flatten(0, 1)
 
         positions = anchor[:, None] + torch.arange(size, device=device)
-        hidden: Tensor = self.drafter(
-            block_embeddings.flatten(0, 1),
-            block_embeddings.new_empty(0, width),  # the context is here already
-            positions.flatten(),
-            positions.new_empty(0),
-            attend,
-        )
+        with any_shape_attention(device):
+            hidden: Tensor = self.drafter(
+                block_embeddings.flatten(0, 1),
+                block_embeddings.new_empty(0, width),  # the context is here already
+                positions.flatten(),
+                positions.new_empty(0),
+                attend,
+            )
         return hidden.unflatten(0, (rows, size))
 
 

@@ -12,6 +12,9 @@ nothing real can see it. When a row has a block's worth of pending tokens, one f
 states over them. That costs at most two forwards per verification however differently the rows
 of a batch accept, where replaying each row's own count would cost one forward per distinct count.
 A row whose whole input was accepted takes the states of the verification itself.
+
+On a GPU a small forward is as long as its launches, whatever its tokens. There more is left pending
+before it is moved, as long as a verification stays small: about four forwards for three verifications.
 """
 
 import inspect
@@ -24,9 +27,17 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from engine.errors import EngineError
+from engine.target.decoding_kernels import any_shape, shapes_cost
 from engine.target.loading import Target
 from engine.target.row_cache import FULL, SLIDING, StoredLayer, fresh_layers, joined, stored, with_slots
 from engine.target.truncation import capturing_taps
+
+LAUNCH_BOUND = 2048
+"""Verifications with pending tokens stay under so many tokens. A 27 B hybrid's forward on an H200 is as long
+as its launches at 1,000, and twice as long here; a smaller target's is launches alone."""
+
+BLOCKS_PENDING = 4
+"""So many blocks' worth at the most: what is pending is computed again by every verification."""
 
 Mask = Tensor | dict[str, Tensor | None] | None
 """One for all layers, one per kind of layer, or plain causal."""
@@ -164,14 +175,33 @@ def commit(rows: TargetRows, verification: Verification, counts: Sequence[int]) 
         rows.pending[row] += verification.blocks[row][: counts[row]]
     for row in complete:
         rows.pending[row] = []
-    ready = [row for row in everyone if len(rows.pending[row]) >= size]
-    if ready:
+    room = pending_room(rows.target.device, len(everyone), size)
+    if max(map(len, rows.pending)) >= room:
+        # With half of that moved, no row has as much as `room` left, and the next ones come together.
+        ready = [row for row in everyone if len(rows.pending[row]) >= max(size, room // 2)]
         count = min(len(rows.pending[row]) for row in ready)
         tokens = torch.tensor([rows.pending[row][:count] for row in ready], device=rows.target.device)
         forward = _continue(rows, None if len(ready) == len(everyone) else ready, tokens, kept=1)
         _keep(rows, forward, ready, list(range(len(ready))), [count] * len(ready))
         for row in ready:
             del rows.pending[row][:count]
+
+
+def pending_room(device: torch.device, rows: int, size: int) -> int:
+    """How many tokens may be pending behind a hybrid's states before they are moved, at least a block's."""
+    if not shapes_cost(device):
+        return size
+    return max(size, min(BLOCKS_PENDING * size, LAUNCH_BOUND // rows - size))
+
+
+def row_bytes(rows: TargetRows, length: int) -> int:
+    """What the target remembers of a row of so many tokens, in bytes, from that of rows under way."""
+    total = 0
+    for layer in rows.layers:
+        if layer.keys is not None and layer.values is not None:
+            total += sum(kept[0, :, :1].nbytes for kept in (layer.keys, layer.values)) * length
+        total += sum(state[0].nbytes for states in layer.states.values() for state in states.values())
+    return total
 
 
 def select(rows: TargetRows, chosen: Sequence[int]) -> None:
@@ -208,7 +238,10 @@ def _forward(
     # transformers renamed the argument: 5.24's models know both names and warn about the old one.
     parameters = inspect.signature(target.model.forward).parameters
     cache_name = "cache" if "cache" in parameters else "past_key_values"
-    with capturing_taps(len(target.target_layer_ids)) as taps:
+    with (
+        any_shape(target.model, target.device),
+        capturing_taps(len(target.target_layer_ids)) as taps,
+    ):
         output = target.model(
             input_ids=tokens,
             position_ids=positions,

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.errors import InputError
 from engine.target.cached_forward import prefill, select, step
+from engine.target.decoding_kernels import any_shape
 from engine.target.loading import Target
 from engine.target.sampling import check_request, choose, prompt_key
 
@@ -197,7 +198,9 @@ def explain_difference(
     if not len(prompt):
         raise InputError("the prompt has no tokens, so nothing can be said about what follows it")
     ids = torch.tensor([[*prompt, *ours[:common]]], device=target.device)
-    logits = target.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].double()  # [V]
+    with any_shape(target.model, target.device):  # every text has another length
+        output = target.model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    logits = output.logits[0, -1].double()  # [V]
     values, tokens = logits.topk(2)
     bound = NEAR_TIE[target.dtype] * float(logits.abs().max())
     said = [sequence[common] if common < len(sequence) else None for sequence in (ours, alone)]
