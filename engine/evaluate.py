@@ -32,7 +32,8 @@ from engine.evaluation_report import (
     PromptDifference,
     WalkFigures,
 )
-from engine.schedule import GAMMA_BY_BLOCK_SIZE, Data
+from engine.schedule import Data
+from engine.schedule_agreement import GAMMA_BY_BLOCK_SIZE
 from engine.served_pair import (
     Say,
     ServedPair,

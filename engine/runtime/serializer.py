@@ -36,43 +36,12 @@ from engine.runtime.launch_state import ColdKey, LaunchCounts, ThreadState, Thre
 from engine.runtime.race_probe import THREADS, probe
 from engine.runtime.tensor_cache import TensorCachePatch
 from engine.runtime.timing import Wait
+from engine.runtime.turn import Turn
 
 MODES = ("tune", "launch", "stage", "none")
 
 SIDE_BY_SIDE_S = 5.0  # the probe's launch beside a tuning is not held up; only a busy machine is that slow
 TAKING_TURNS_S = 0.1  # here it is, for all of this time
-
-
-class _Turn:
-    """A lock whose wait ends with the run, and whose length is known."""
-
-    def __init__(self, *, again: bool = False) -> None:
-        """
-        Args:
-            again: whether the lane that has the turn may take it once more.
-        """
-        self._free = threading.Condition()
-        self._holder: str | None = None
-        self._again = again
-        self._times = 0
-
-    def take(self, lane: Lane) -> Wait:
-        """Returns the wait for it. Raises Stopped when the run is over, EngineError when it has the turn."""
-        with lane.waiting() as wait, self._free:
-            if self._holder != lane.name:
-                wait.seconds = lane.stop.wait_for(self._free, lambda: self._holder is None)
-            elif not self._again:
-                raise EngineError(f"{lane.name} asks for a turn that it has, and would wait for itself")
-            self._holder = lane.name
-            self._times += 1
-        return wait
-
-    def give_up(self) -> None:
-        with self._free:
-            self._times -= 1
-            if not self._times:
-                self._holder = None
-                self._free.notify_all()
 
 
 class Serializer:
@@ -101,9 +70,9 @@ class Serializer:
         self.fallback: str | None = None
         """Why launches take turns although the mode lets them run side by side, or FLA's memo is off."""
         self._lock = threading.Lock()
-        self._words: dict[str, _Turn] = {}
-        self._launches = _Turn()
-        self._compiling = _Turn(again=True)
+        self._words: dict[str, Turn] = {}
+        self._launches = Turn()
+        self._compiling = Turn(again=True)
         self._threads: list[ThreadState] = []
         self._states = ThreadStates(self._threads)
         self._autotuner: AutotunerPatch | None = None
@@ -283,7 +252,7 @@ class Serializer:
             EngineError: the lane runs alone under this word already.
         """
         with self._lock:
-            turn = self._words.setdefault(word, _Turn())
+            turn = self._words.setdefault(word, Turn())
         wait = turn.take(lane)
         try:
             yield wait
