@@ -20,7 +20,7 @@ from engine.data.chat import decode, load_tokenizer
 from engine.dflash.drafter import build_drafter
 from engine.dflash.export import fill_drafter, read_drafter_config, read_drafter_weights
 from engine.dflash.speculation import Decoded, speculate
-from engine.errors import is_out_of_memory
+from engine.errors import DifferenceFound, EngineError, InputError, is_out_of_memory
 from engine.training_parts import TrainingParts
 
 DRAFTED = "green"
@@ -108,8 +108,11 @@ class AnswerPrinter:
 def print_sample(parts: TrainingParts, checkpoint: Path, console: Console) -> None:
     """Decode the beginning of one held-out answer with a checkpoint's files, and print it.
 
-    Where it cannot be done a line says why: the target was cut, the taps are zeroed, or there is no
-    tokenizer, no held-out document or no memory.
+    Where it cannot be done a line says why, and the run is none the worse for it: all that was asked of it
+    is trained and saved by now.
+
+    Raises:
+        DifferenceFound: a check of the decoding failed, which nobody may overlook.
     """
 
     def say(line: str) -> None:
@@ -123,14 +126,18 @@ def print_sample(parts: TrainingParts, checkpoint: Path, console: Console) -> No
         return say("no decoded sample: this drafter was trained without the target's states")
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return say(f"no decoded sample: {folder} holds no tokenizer")
-    prompt = _first_prompt(plan.held_out)
-    tokenizer = load_tokenizer(folder)
-    config = read_drafter_config(checkpoint)
-    stop = target.summary.eos_token_ids
+    stop, positions = target.summary.eos_token_ids, target.summary.max_position_embeddings
+    printer: AnswerPrinter | None = None
     try:
+        prompt = _first_prompt(plan.held_out)
+        room = min(SAMPLE_TOKENS, positions - len(prompt))
+        if room < 1:
+            raise InputError(f"a prompt of {len(prompt)} tokens fills the target's {positions} positions")
+        tokenizer = load_tokenizer(folder)
+        config = read_drafter_config(checkpoint)
         drafter = build_drafter(config, target.device, plan.compute_dtype)
         fill_drafter(drafter, read_drafter_weights(checkpoint, config), str(checkpoint))
-        printer = AnswerPrinter(console, TextStream(tokenizer, list(prompt)), stop)
+        shown = printer = AnswerPrinter(console, TextStream(tokenizer, list(prompt)), stop)
         text = str(tokenizer.decode(prompt, skip_special_tokens=True)).strip()
         say(f"a held-out prompt and its answer with {checkpoint.name}; what the drafter said is in colour:")
         say(text if len(text) <= PROMPT_SHOWN else f"…{text[-PROMPT_SHOWN:]}")
@@ -138,15 +145,20 @@ def print_sample(parts: TrainingParts, checkpoint: Path, console: Console) -> No
             target,
             drafter.requires_grad_(False),
             [prompt],
-            max_new_tokens=SAMPLE_TOKENS,
+            max_new_tokens=room,
             stop=stop,
-            on_tokens=lambda _, tokens, drafted: printer.add(tokens, drafted),
+            on_tokens=lambda _, tokens, drafted: shown.add(tokens, drafted),
         )
+    except DifferenceFound:
+        raise
     except Exception as error:
-        if not is_out_of_memory(error):
+        no_memory = is_out_of_memory(error)
+        if not no_memory and not isinstance(error, EngineError):
             raise
-        # All that was asked for is trained and saved; the sample is what there is no room for.
-        return say(f"no decoded sample: {target.device} has no memory left for it")
+        if printer is not None and printer.tokens:
+            printer.end()  # the line that the failure cut short
+        why = f"{target.device} has no memory left for it" if no_memory else str(error)
+        return say(f"no decoded sample: {why}")
     printer.end()
     say(printer.summary(decoded, config.block_size))
 

@@ -20,6 +20,7 @@ from engine.target.configuration import read_target_config
 from engine.target.fingerprint import config_fingerprint, weights_fingerprint
 from engine.target.generation import decode_alone
 from engine.target.loading import Target, load_target
+from engine.target.sampling import check_temperature
 from engine.target_agreement import documents_agreement
 
 
@@ -72,8 +73,9 @@ def load_answer_writer(
 
     Raises:
         TargetError: the folder cannot be used, or says nowhere what ends an answer.
-        InputError: the device is not there.
+        InputError: the device is not there, or the temperature cannot be used.
     """
+    check_temperature(temperature)  # before minutes of loading
     summary = read_target_config(folder)
     if not summary.eos_token_ids:
         raise TargetError(

@@ -1,6 +1,9 @@
 """Kept answers are whole batches of one setting, and progress is told at the pace of what is new."""
 
+import fcntl
 import io
+import os
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,31 @@ def test_two_processes_do_not_write_the_same_answers(tmp_path: Path) -> None:
         AnswerFile(tmp_path / "out", {}, lambda line: None),
     ):
         pass
+
+
+@pytest.mark.parametrize("begun_anew", [False, True])
+def test_a_file_removed_between_opening_and_locking_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun_anew: bool
+) -> None:
+    lock, calls = fcntl.flock, 0
+
+    def late(file: FileIO, operation: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:  # the process before this one ends here
+            path.unlink()
+            if begun_anew:
+                path.write_bytes(b"")
+        lock(file, operation)
+
+    path = AnswerFile(tmp_path / "out", {}, lambda line: None).path
+    monkeypatch.setattr("engine.data.answer_file.fcntl.flock", late)
+    with AnswerFile(tmp_path / "out", {}, lambda line: None) as file:
+        file.add([[1]], [[3, END]])
+        assert file.path.read_bytes() and file.get([1]) == [3, END]
+        with pytest.raises(DataError, match="another process"), AnswerFile(tmp_path / "out", {}, print):
+            pass
+    assert calls == 3 and not os.listdir(tmp_path)
 
 
 def test_a_damaged_answer_file_is_named_with_its_line(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The drafter's step in its cheaper forms: what is left out, run again or kept smaller changes no number."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -89,6 +91,22 @@ def test_a_compiled_layer_keeps_less_when_it_may_make_it_again() -> None:
     assert kept[0] < kept[1]
 
 
+@pytest.fixture
+def memory_begins_as_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.empty` and `torch.empty_like` give is as bad as memory can be, not zero by luck."""
+
+    def spoilt(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **options: Any) -> Tensor:
+            tensor = make(*args, **options)
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else 1 << 40)
+
+        return made
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, spoilt(getattr(torch, name)))
+
+
+@pytest.mark.usefixtures("memory_begins_as_nan")
 def test_chunks_without_an_anchor_never_reach_the_head_and_change_no_bit() -> None:
     config = small_config()
     row, slots = row_of((60, 4)), config.block_size - 1
@@ -165,6 +183,24 @@ def test_bfloat16_sums_are_the_gradients_themselves(monkeypatch: pytest.MonkeyPa
         assert torch.equal(narrow.parameters[name], weight.bfloat16())
         assert narrow.parameters[name].grad is None and weight.grad is None
     assert narrow.sums() == {}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_micro_batch_of_a_step_is_in_its_sums(wide: bool) -> None:
+    [m] = bfloat16_masters([None])
+    m.wide = wide
+    alone: list[dict[str, Tensor]] = []
+    for seed in (1, 2):
+        [each] = bfloat16_masters([None])
+        put(each, seed)
+        alone.append(each.sums())
+        put(m, seed)
+    sums = m.sums()
+    assert sums.keys() == m.parameters.keys()
+    for name, found in sums.items():
+        expected = alone[0][name].float() + alone[1][name].float()
+        assert found.dtype == (torch.float32 if wide else torch.bfloat16)
+        torch.testing.assert_close(found.float(), expected, rtol=0.0 if wide else 2.0**-8, atol=0.0)
 
 
 def test_a_piece_never_holds_more_than_it_may_or_one_parameter(monkeypatch: pytest.MonkeyPatch) -> None:

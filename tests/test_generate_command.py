@@ -2,7 +2,9 @@
 
 import io
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -10,14 +12,17 @@ from served_runs import WORDS, served_project, served_run, write_tokenizer
 from small_runs import MASK
 from test_commands import engine
 
+from engine import decoded_sample
 from engine.builtin import TINY_HYBRID, resolve
 from engine.data.chat import load_tokenizer
-from engine.decoded_sample import AnswerPrinter, TextStream
+from engine.decoded_sample import AnswerPrinter, TextStream, print_sample
 from engine.dflash.speculation import decode_alone, speculate
+from engine.errors import DifferenceFound, TargetError
 from engine.generate import generate, prompt_ids
 from engine.run import run
 from engine.schedule import load_schedule
 from engine.served_pair import load_pair
+from engine.training_parts import TrainingParts
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -209,3 +214,67 @@ def test_a_run_that_cannot_decode_says_why(tmp_path: Path, change: str, reason: 
     screen = Console(file=io.StringIO(), width=100)
     run(load_schedule(path, settings), output=tmp_path / "run", console=screen)
     assert "no decoded sample" in written(screen) and reason in written(screen)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingParts, Path]:
+    """A run that has just ended, and its checkpoint."""
+    root = tmp_path_factory.mktemp("finished")
+    taken: list[tuple[TrainingParts, Path]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "engine.run.print_sample", lambda parts, checkpoint, _: taken.append((parts, checkpoint))
+        )
+        schedule = load_schedule(served_project(root), ["run.steps=1", "run.eval_every=1"])
+        run(schedule, output=root / "run", console=Console(file=io.StringIO()))
+    return taken[0]
+
+
+def sampled(finished: tuple[TrainingParts, Path]) -> str:
+    screen = Console(file=io.StringIO(), width=200)
+    print_sample(*finished, screen)
+    return written(screen)
+
+
+def fails(error: BaseException) -> Callable[..., Any]:
+    def raises(*args: object, **options: object) -> None:
+        raise error
+
+    return raises
+
+
+@pytest.mark.parametrize("part", ["_first_prompt", "load_tokenizer", "read_drafter_config", "speculate"])
+def test_a_sample_that_cannot_be_decoded_fails_no_run(
+    monkeypatch: pytest.MonkeyPatch, finished: tuple[TrainingParts, Path], part: str
+) -> None:
+    monkeypatch.setattr(decoded_sample, part, fails(TargetError("this target has chunked_attention")))
+    assert sampled(finished).endswith("no decoded sample: this target has chunked_attention\n")
+
+
+def test_a_sample_that_fails_half_way_ends_its_line(
+    monkeypatch: pytest.MonkeyPatch, finished: tuple[TrainingParts, Path]
+) -> None:
+    def breaks(*args: object, on_tokens: Callable[[int, list[int], int], None], **options: object) -> None:
+        on_tokens(0, [5, 9], 1)
+        raise TargetError("lost")
+
+    monkeypatch.setattr(decoded_sample, "speculate", breaks)
+    assert sampled(finished).endswith("w5w9\nno decoded sample: lost\n")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DifferenceFound("x"), AssertionError("a defect")])
+def test_an_interruption_or_a_defect_in_the_sample_is_not_talked_away(
+    monkeypatch: pytest.MonkeyPatch, finished: tuple[TrainingParts, Path], error: BaseException
+) -> None:
+    monkeypatch.setattr(decoded_sample, "speculate", fails(error))
+    with pytest.raises(type(error)):
+        sampled(finished)
+
+
+def test_a_sample_stays_within_the_targets_positions(
+    monkeypatch: pytest.MonkeyPatch, finished: tuple[TrainingParts, Path]
+) -> None:
+    monkeypatch.setattr(decoded_sample, "_first_prompt", lambda held_out: [5] * 509)
+    assert "of 3 tokens are the drafter's" in sampled(finished)
+    monkeypatch.setattr(decoded_sample, "_first_prompt", lambda held_out: [5] * 512)
+    assert "no decoded sample: a prompt of 512 tokens fills the target's 512 positions" in sampled(finished)

@@ -134,7 +134,7 @@ def test_every_answer_is_what_the_target_says_in_its_context(tmp_path: Path) -> 
     assert manifest is not None
     facts = manifest.source["answers"]
     assert facts["agreement"] == 1.0 and facts["answers"] == 6 and facts["temperature"] == 0.0
-    assert facts["tokens"] == manifest.supervised_tokens
+    assert facts["tokens"] == manifest.supervised_tokens and facts["stop"] == [END]
     assert "6 answers" in printed and "target agreement 1.000" in printed
 
 
@@ -237,6 +237,7 @@ def test_whatever_an_answer_depends_on_decides_the_file_it_is_kept_in() -> None:
         scripted(echo),
         scripted(echo, facts={"target": "other"}),
         scripted(echo, max_new_tokens=LIMIT + 1),
+        scripted(echo, stop=frozenset({END, 7})),
     ]
     settings = [settings_of(writer, None) for writer in writers] + [settings_of(writers[0], 40)]
     assert all(one != other for one, other in itertools.combinations(settings, 2))
@@ -385,6 +386,10 @@ def test_the_command_writes_documents_that_name_their_target(
         ([], "--tokenizer: needed"),
         (["--answers", "target", "--target", TINY_HYBRID, "--device", "cuda:77"], "cuda:77"),
         (["--answers", "target", "--target", "nowhere"], "nowhere"),
+        (  # said before a target is looked for
+            ["--answers", "target", "--target", "nowhere", "--temperature", "1e-5"],
+            "temperature = 1e-05",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(

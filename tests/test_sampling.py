@@ -11,9 +11,21 @@ from torch import Tensor
 
 from engine.dflash import speculation
 from engine.dflash.speculation import decode_alone, speculate
+from engine.errors import InputError, NonFinite
 from engine.target import generation
 from engine.target.loading import Target
-from engine.target.sampling import ACCEPT, CHOOSE, DRAFT, draw, probabilities, prompt_key, uniform
+from engine.target.sampling import (
+    ACCEPT,
+    CHOOSE,
+    DRAFT,
+    check_request,
+    choose,
+    draw,
+    most_likely,
+    probabilities,
+    prompt_key,
+    uniform,
+)
 
 VOCABULARY = 6
 PROMPT = [3, 1, 4, 1]
@@ -35,7 +47,11 @@ def test_draws_follow_their_weights_and_never_take_one_of_zero() -> None:
 def test_the_ends_of_the_unit_interval_draw_the_first_and_last_weight() -> None:
     weights = torch.tensor([0.0, 1.0, 3.0, 0.0])
     assert draw(weights, torch.tensor(0.0, dtype=torch.float64)) == 1
-    assert draw(weights, torch.tensor(1 - 2.0**-53, dtype=torch.float64)) == 2
+    largest = torch.tensor(1 - 2.0**-53, dtype=torch.float64)
+    assert draw(weights, largest) == 2
+    generator = torch.Generator().manual_seed(1)
+    totals = torch.randn(20_000, 1, generator=generator, dtype=torch.float64).mul(60).exp2()
+    assert draw(torch.cat([totals, totals * 0], 1), largest.expand(20_000)).eq(0).all()
 
 
 def test_small_probabilities_at_the_end_of_a_large_vocabulary_are_drawn() -> None:
@@ -57,6 +73,48 @@ def test_numbers_depend_on_seed_prompt_place_and_purpose() -> None:
         uniform(1, key, place, CHOOSE),
     ]
     assert len({float(same), *map(float, others)}) == 6
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_no_text(bad: float, temperature: float) -> None:
+    logits = torch.zeros(3, VOCABULARY)
+    keys, places = torch.arange(3), torch.tensor([0, 11, 12])
+    assert choose(logits, temperature, 0, keys, places).shape == (3,)
+    logits[1] = bad
+    with pytest.raises(NonFinite, match=r"row 1, token 11 of its answer are not finite \(1 of 3"):
+        choose(logits, temperature, 0, keys, places)
+    if bad < 0:
+        logits[1, 2] = 0.0  # a token that may not be said is no fault
+        assert choose(logits, temperature, 0, keys, places)[1] == 2
+
+
+def test_a_single_nan_in_a_block_is_named_with_its_slot() -> None:
+    logits = torch.zeros(2, 3, VOCABULARY)
+    logits[1, 2, 4] = float("nan")
+    with pytest.raises(NonFinite, match="the logits at row 1, slot 2 are"):
+        most_likely(logits)
+    with pytest.raises(NonFinite, match="the probabilities at row 1, slot 2 are"):
+        draw(probabilities(logits, 1.0), torch.full((2, 3), 0.5, dtype=torch.float64))
+    assert most_likely(logits[:, :2]).eq(0).all()  # of equal ones the first
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_target_whose_states_overflow_ends_the_decoding(tmp_path: Path, temperature: float) -> None:
+    target = tiny_target(tmp_path, "hybrid")
+    with torch.no_grad():
+        target.lm_head[-1] = float("nan")
+    options: dict[str, Any] = {"max_new_tokens": 3, "stop": [], "temperature": temperature}
+    with pytest.raises(NonFinite, match="token 0 of its answer"):
+        decode_alone(target, PROMPTS, **options)
+    with pytest.raises(NonFinite, match="token 0 of its answer"):
+        speculate(target, drafter_for(target), PROMPTS, **options)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_draws_nothing_is_refused_with_advice(temperature: float) -> None:
+    with pytest.raises(InputError, match="0 takes the most likely token"):
+        check_request(PROMPTS, 4, temperature)
 
 
 # --- the target's distribution ----------------------------------------------------------------------------

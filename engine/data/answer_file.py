@@ -41,19 +41,11 @@ class AnswerFile:
         self._file: FileIO | None = None
 
     def __enter__(self) -> Self:
+        while (file := self._locked()) is None:
+            pass  # another process ended in between: each turn is one process that got done
+        self._file = file
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._file = FileIO(str(self.path), "a+b")
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be written ({error}); name an --output that can") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(self._find())
-        except BlockingIOError:
-            file.close()
-            raise DataError(
-                f"{self.path}: another process is writing these answers; wait for it or name another --output"
-            ) from None
         except BaseException:
             file.close()
             raise
@@ -106,6 +98,34 @@ class AnswerFile:
             self._file.truncate(size)
             raise DiskError(f"{self.path}: cannot be written ({error}); make room and try again") from error
         self._places.update(places)
+
+    def _locked(self) -> FileIO | None:
+        """The file, for this process alone; None where its last owner removed it before it was locked.
+
+        Such a file has no name any more: a lock on it would keep nobody out, and what is written into it
+        would be lost.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = FileIO(str(self.path), "a+b")
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be written ({error}); name an --output that can") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
+                return file
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            file.close()
+            raise DataError(
+                f"{self.path}: another process is writing these answers; wait for it or name another --output"
+            ) from None
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        return None
 
     def _find(self) -> int:
         """Take in the batches that are whole; returns the bytes they are."""

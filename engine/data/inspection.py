@@ -10,8 +10,6 @@ whole duplicates. Counting from a document's beginning instead would mistake a c
 for it.
 """
 
-from typing import Any
-
 import attrs
 import numpy as np
 import torch
@@ -181,11 +179,6 @@ def answer_lengths(loss_mask: np.ndarray) -> np.ndarray:
     """Lengths of the runs of supervised tokens in bool [L], int64 [answers]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], loss_mask, [False]])))
     return edges[1::2] - edges[::2]
-
-
-def plain(figures: Any) -> dict[str, Any]:
-    """Figures for JSON."""
-    return attrs.asdict(figures)
 
 
 def _distribution(values: np.ndarray) -> Distribution:

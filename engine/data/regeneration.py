@@ -120,7 +120,12 @@ class _Conversation:
 
 def settings_of(writer: AnswerWriter, max_length: int | None) -> dict[str, Any]:
     """All that an answer depends on besides its prompt."""
-    return {**writer.facts, "max_new_tokens": writer.max_new_tokens, "max_length": max_length}
+    return {**_limits(writer), "max_length": max_length}
+
+
+def _limits(writer: AnswerWriter) -> dict[str, Any]:
+    """Who answers, and what ends an answer; stop ids may change while weights and configuration do not."""
+    return {**writer.facts, "max_new_tokens": writer.max_new_tokens, "stop": sorted(writer.stop)}
 
 
 class RegeneratingReader:
@@ -188,8 +193,7 @@ class RegeneratingReader:
             agreed, supervised = self._writer.agreement(self._measured)
             self._agreement = agreed / supervised if supervised else None
         counts = attrs.asdict(self.counts, filter=lambda field, _: field.name != "resumed")
-        settings = {**self._writer.facts, "max_new_tokens": self._writer.max_new_tokens}
-        return {**settings, **counts, "agreement": self._agreement}
+        return {**_limits(self._writer), **counts, "agreement": self._agreement}
 
     def summary(self) -> str:
         """The same as a sentence."""
