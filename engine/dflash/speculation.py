@@ -37,6 +37,7 @@ from engine.target.sampling import (
     check_request,
     choose,
     draw,
+    most_likely,
     probabilities,
     prompt_key,
     uniform,
@@ -208,11 +209,11 @@ def _draft(
     block[:, 0] = anchors
     hidden = context.fill_blocks(batch.shared.embed_tokens[block])  # [rows, B, H]
     logits = F.linear(hidden[:, 1:], batch.shared.lm_head)  # [rows, B-1, V]
-    if batch.temperature == 0:
-        return logits.argmax(-1), None
-    proposal = probabilities(logits, batch.temperature)
     places = batch.places()[:, None] + torch.arange(config.block_size - 1, device=anchors.device)
-    return draw(proposal, uniform(batch.seed, keys[:, None], places, DRAFT)), proposal
+    if batch.temperature == 0:
+        return most_likely(logits, places), None
+    proposal = probabilities(logits, batch.temperature)
+    return draw(proposal, uniform(batch.seed, keys[:, None], places, DRAFT), places), proposal
 
 
 def _accept(
@@ -228,12 +229,13 @@ def _accept(
         The number of leading drafts accepted and the target's own token behind them, int64 [rows] each.
     """
     row = torch.arange(len(drafts), device=drafts.device)
+    first = batch.places()
     if proposal is None:
-        own = logits.argmax(-1)  # [rows, B]
+        blocks = first[:, None] + torch.arange(logits.shape[1], device=drafts.device)
+        own = most_likely(logits, blocks)  # [rows, B]
         leading = (drafts == own[:, :-1]).cumprod(1).sum(1)
         return leading, own[row, leading]
     p = probabilities(logits, batch.temperature)  # [rows, B, V]
-    first = batch.places()
     places = first[:, None] + torch.arange(drafts.shape[1], device=drafts.device)
     p_draft = p[:, :-1].gather(2, drafts[..., None]).squeeze(2).double()
     q_draft = proposal.gather(2, drafts[..., None]).squeeze(2).double()
