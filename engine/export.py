@@ -30,11 +30,11 @@ from engine.dflash.export import (
     read_drafter_weights,
     write_drafter,
 )
-from engine.errors import CheckpointError, DifferenceFound, InputError
+from engine.errors import CheckpointError, DifferenceFound, InputError, NonFinite
 from engine.export_card import render_card
 from engine.export_speculators import Verifier, write_speculators
 from engine.independent_reader import block_logits, read_served
-from engine.run_folder import resolve_checkpoint
+from engine.run_folder import CHECKPOINTS, resolve_checkpoint
 from engine.served_pair import trained_by
 from engine.target.configuration import read_json, read_target_config, text_section
 from engine.whole_files import write_whole
@@ -81,9 +81,11 @@ def export(
     Raises:
         CheckpointError: the checkpoint cannot be used, or the drafter cannot be served as it was trained.
         DifferenceFound: the folder, read back, computes something else; nothing is left of it.
+        NonFinite: a weight, as it would be stored, is not finite.
+        InputError: `folder` is no place for it.
         DiskError: the disk will not.
     """
-    checkpoint = resolve_checkpoint(source)
+    checkpoint, folder = resolve_checkpoint(source), folder.resolve()
     config = read_drafter_config(checkpoint)
     schedule, _ = trained_by(checkpoint)
     named = target or (schedule.target.path if schedule else None)
@@ -95,6 +97,7 @@ def export(
         )
     _check_place(folder, checkpoint, overwrite)
     weights = _trained_weights(checkpoint, config)
+    _check_finite(checkpoint, config, weights)
     card = render_card(
         config,
         target=target_name or named or "its target",
@@ -128,6 +131,7 @@ def compare_with_training(folder: Path, config: DrafterConfig, weights: Mapping[
 
     Raises:
         DifferenceFound: they differ anywhere by a bit; names the context's length and the largest difference.
+        NonFinite: the training model's are not finite.
     """
     drafter = build_drafter(config, torch.device("cpu"), torch.float32)
     dtype = getattr(torch, config.dtype)
@@ -147,6 +151,11 @@ def compare_with_training(folder: Path, config: DrafterConfig, weights: Mapping[
         taps = torch.randn(before, len(config.target_layer_ids) * hidden, generator=generator)
         token = int(torch.randint(config.vocab_size, (), generator=generator))
         ours = training_logits(drafter, taps, token, embed_tokens, head)
+        if not bool(ours.isfinite().all()):
+            raise NonFinite(
+                "the training model's own logits hold NaN or infinite values on random taps (context of "
+                f"{before}), so its weights are of no use; export another checkpoint"
+            )
         theirs = block_logits(served, taps, token, embed_tokens, head)
         if not torch.equal(ours, theirs):
             raise DifferenceFound(
@@ -197,6 +206,18 @@ def _trained_weights(checkpoint: Path, config: DrafterConfig) -> dict[str, Tenso
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
 
+def _check_finite(checkpoint: Path, config: DrafterConfig, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not finite in the dtype that they are going to be stored in."""
+    dtype = getattr(torch, config.dtype)
+    bad = [name for name, weight in weights.items() if not bool(weight.to(dtype).isfinite().all())]
+    if bad:
+        which = f"{bad[0]} and {len(bad) - 1} more tensors are" if bad[1:] else f"{bad[0]} is"
+        raise NonFinite(
+            f"{checkpoint}: {which} not finite in {config.dtype} (NaN or infinite values); "
+            "export an earlier checkpoint"
+        )
+
+
 def _target_facts(checkpoint: Path, config: DrafterConfig, named: str | None) -> TargetFacts | None:
     """The target's own account of itself, compared with the drafter's; None where it is not there."""
     folder = resolve(named) if named else None
@@ -229,9 +250,21 @@ def _target_facts(checkpoint: Path, config: DrafterConfig, named: str | None) ->
 
 
 def _check_place(folder: Path, checkpoint: Path, overwrite: bool) -> None:
-    """Refuse to write over what no export wrote, or over the checkpoint itself."""
-    if folder.resolve() == checkpoint.resolve():
+    """Refuse to write over what no export wrote, or where checkpoints are kept."""
+    checkpoint = checkpoint.resolve()
+    if folder == checkpoint:
         raise InputError(f"{folder}: is the checkpoint itself; choose another folder")
+    if checkpoint in folder.parents:
+        raise InputError(f"{folder}: lies inside the checkpoint {checkpoint}; choose a folder outside it")
+    if folder.exists() and folder.samefile(Path()):
+        raise InputError(
+            f"{folder}: is the current folder, and an export replaces a folder as a whole, under the shell "
+            "that stands in it; name one inside it, such as ./drafter"
+        )
+    for kept in (folder, *folder.parents):
+        of_a_run = kept == checkpoint.parent or (kept.parent / "schedule.toml").is_file()
+        if kept.name == CHECKPOINTS and of_a_run:
+            raise InputError(f"{folder}: lies where a run keeps its checkpoints; choose a folder outside")
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not folder.is_dir():
@@ -244,11 +277,27 @@ def _check_place(folder: Path, checkpoint: Path, overwrite: bool) -> None:
 
 
 def _newest_evaluation(checkpoint: Path) -> dict[str, Any]:
-    """The last row with an accepted length until this checkpoint, of the run that it lies in."""
+    """The last row with an accepted length until this checkpoint, of the run that it lies in.
+
+    A run that was killed, or still goes on, may have left its last line unfinished; that one is no row yet.
+
+    Raises:
+        CheckpointError: another line is damaged; names file and line.
+    """
     step = checkpoint.resolve().name.removeprefix("step_")
     path = checkpoint.resolve().parent.parent / "metrics.jsonl"
     if not step.isdecimal() or not path.is_file():
         return {}
-    rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
-    known = [row for row in rows if "accepted_length" in row and row["step"] <= int(step)]
-    return known[-1] if known else {}
+    newest: dict[str, Any] = {}
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        if not line.strip():
+            continue
+        try:
+            row = orjson.loads(line)
+            if int(row["step"]) <= int(step) and row.get("accepted_length") is not None:
+                newest = row
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+            raise CheckpointError(
+                f"{path}: line {number} is no row with a step; mend or remove it, and export again"
+            ) from None
+    return newest

@@ -67,12 +67,13 @@ def _facts(config: DrafterConfig, figures: dict[str, Any]) -> list[tuple[str, An
     ]
     if config.sliding_window and SLIDING in config.layer_types:
         facts.append(("sliding window", f"{config.sliding_window} tokens"))
-    if "accepted_length" in figures:
+    if figures.get("accepted_length") is not None:
         accepted = f"{figures['accepted_length']:.2f} of {config.block_size}"
         facts.append(
             ("accepted length on held-out answers", f"{accepted} tokens per verification, greedy, walked")
         )
-        facts.append(("held-out loss", f"{figures['held_out_loss']:.4f} nats"))
+        if figures.get("held_out_loss") is not None:
+            facts.append(("held-out loss", f"{figures['held_out_loss']:.4f} nats"))
         facts.append(("measured after", f"{figures['step']} steps"))
     return facts
 

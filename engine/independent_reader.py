@@ -105,11 +105,21 @@ def _served(config: dict[str, Any], weights: Mapping[str, Tensor]) -> ServedDraf
     sliding = [kind == "sliding_attention" for kind in types]
     if any(sliding) and not layer["sliding_window"]:
         raise ValueError("layers slide, and sliding_window says nothing")
-    rope = layer.get("rope_parameters") or {}
-    thetas = {float(table["rope_theta"]) for table in (layer, rope) if "rope_theta" in table}
+    for key, value in (("hidden_act", "silu"), ("attention_bias", False)):
+        if layer.get(key, value) != value:
+            raise ValueError(f"{key} is {layer[key]}, and this reader computes {value}")
+    ropes = [layer.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
+    for rope in ropes:
+        scaled = {rope.get("rope_type", "default"), rope.get("type", "default")} - {"default"}
+        tables = [kind for kind, table in rope.items() if isinstance(table, dict)]
+        if scaled or tables:
+            raise ValueError(
+                f"positions turn by {', '.join([*scaled, *tables])}; this reader knows 'default'"
+            )
+    thetas = {float(table["rope_theta"]) for table in (layer, *ropes) if "rope_theta" in table}
     if len(thetas) != 1:
         raise ValueError(f"rope_theta is {' and '.join(map(str, sorted(thetas))) or 'nowhere'}")
-    partial = layer.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or 1.0
+    partial = next((x for it in (layer, *ropes) if (x := it.get("partial_rotary_factor"))), 1.0)
     return ServedDrafter(
         weights=weights,
         layers=len(types),

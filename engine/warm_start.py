@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 import orjson
 
-from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
-from engine.errors import CheckpointError, ScheduleError
+from engine.dflash.configuration import (
+    ACTIVATION,
+    FULL,
+    OF_TARGETS,
+    ROPE_FORMS,
+    SLIDING,
+    DrafterConfig,
+    rotary_problems,
+)
+from engine.errors import CheckpointError, NonFinite, ScheduleError
 from engine.target.taps import default_target_layer_ids
 
 if TYPE_CHECKING:
@@ -47,6 +55,9 @@ OF_THE_TARGET = frozenset(
 SHARED = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
 """Those of them that the drafter reads, by their names in `SharedWeights`."""
 
+FLOATING = ("F64", "F32", "F16", "BF16")
+"""Dtypes, by the format's names, that hold weights as they are; others are indices, or want a scale."""
+
 ROUNDING = 2.0**-7
 """Largest difference, of a number's size, between two copies of it that were rounded to 16 bits or not."""
 
@@ -67,7 +78,7 @@ def read_earlier(folder: Path) -> EarlierDrafter:
     """Read the configuration of an earlier drafter in any of the layouts.
 
     Raises:
-        CheckpointError: there is none, it is not readable, or it is no DFlash drafter's.
+        CheckpointError: there is none, it is not readable, it is no DFlash drafter's, or it says two things.
     """
     path = folder / "config.json"
     try:
@@ -83,23 +94,42 @@ def read_earlier(folder: Path) -> EarlierDrafter:
     if isinstance(config, dict) and config.get("speculators_model_type") == "dflash":
         return EarlierDrafter(folder=folder, layout="speculators", config=_from_speculators(config, path))
     if isinstance(config, dict) and "target_num_hidden_layers" in config:
-        return EarlierDrafter(folder=folder, layout="torchspec", config=_from_torchspec(config))
+        return EarlierDrafter(folder=folder, layout="torchspec", config=_from_torchspec(config, path))
     if not isinstance(config, dict) or not isinstance(config.get("dflash_config"), dict):
         raise CheckpointError(f'{path} has no "dflash_config", so this is no exported DFlash drafter')
-    return EarlierDrafter(folder=folder, layout="dflash", config=_completed(config, config["dflash_config"]))
+    inner = config["dflash_config"]
+    return EarlierDrafter(folder=folder, layout="dflash", config=_completed(config, inner, path))
 
 
-def _completed(config: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in what published files leave to their readers' defaults."""
+def _agreed(name: str, path: Path, *places: Mapping[str, Any]) -> Any:
+    """What a file says under one name in several places; None where it does not.
+
+    Which of two values a drafter was trained with, nobody can tell: its readers do not agree either.
+    """
+    stated = [place[name] for place in places if place.get(name) is not None]
+    if any(value != stated[0] for value in stated):
+        raise CheckpointError(
+            f"{path}: {name} is {' and '.join(map(str, stated))} at once; find out which one it was trained "
+            "with, and make the file say that"
+        )
+    return stated[0] if stated else None
+
+
+def _completed(config: Mapping[str, Any], inner: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Fill in what published files leave to their readers' defaults; what stands twice has to agree."""
     whole = dict(config)
-    size = config.get("block_size") or inner.get("block_size")
+    size = _agreed("block_size", path, config, inner)
     taps = dict(inner)
+    taps |= {name: _agreed(name, path, config, inner) for name in ("target_layer_ids", "mask_token_id")}
     layers, depth = config.get("num_hidden_layers"), config.get("num_target_layers")
     if taps.get("target_layer_ids") is None and layers and depth:
         taps["target_layer_ids"] = default_target_layer_ids(depth, layers)
-    whole |= {"block_size": size, "dflash_config": taps}
+    hidden = _agreed("hidden_size", path, config, {"hidden_size": config.get("target_hidden_size")})
+    whole |= {"hidden_size": hidden, "block_size": size, "dflash_config": taps}
     if not whole.get("layer_types") and layers:
         whole["layer_types"] = [FULL] * layers
+    if SLIDING in (whole.get("layer_types") or ()) and whole.get("use_sliding_window") is False:
+        raise CheckpointError(f"{path}: use_sliding_window is false, and layer_types has layers that slide")
     return whole
 
 
@@ -122,17 +152,16 @@ def _from_speculators(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     types = layer.get("layer_types") or [FULL] * layer.get("num_hidden_layers", 0)
     if config.get("sliding_window_non_causal") and set(types) != {FULL}:
         layer["is_causal"] = False
-    return _completed(layer | {"block_size": config.get("block_size")}, inner)
+    size, hidden = _agreed("block_size", path, config, layer), config.get("target_hidden_size")
+    return _completed(layer | {"block_size": size, "target_hidden_size": hidden}, inner, path)
 
 
-def _from_torchspec(config: Mapping[str, Any]) -> dict[str, Any]:
+def _from_torchspec(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """There, `num_target_layers` counts the taps and every setting stands at the top."""
-    depth, taps = config["target_num_hidden_layers"], config.get("target_layer_ids")
-    if taps is None:
-        taps = default_target_layer_ids(depth, config["num_target_layers"])
-    inner = {"target_layer_ids": taps, "mask_token_id": config.get("mask_token_id")}
-    inner |= config.get("dflash_config") or {}
-    return _completed({**config, "num_target_layers": depth}, inner)
+    depth, inner = config["target_num_hidden_layers"], dict(config.get("dflash_config") or {})
+    if config.get("target_layer_ids") is None and inner.get("target_layer_ids") is None:
+        inner["target_layer_ids"] = default_target_layer_ids(depth, config["num_target_layers"])
+    return _completed({**config, "num_target_layers": depth}, inner, path)
 
 
 def check_warm_start(folder: Path, config: DrafterConfig) -> None:
@@ -142,7 +171,7 @@ def check_warm_start(folder: Path, config: DrafterConfig) -> None:
 
     Raises:
         ScheduleError: everything that differs, one problem a line.
-        CheckpointError: the folder cannot be read.
+        CheckpointError: the folder cannot be read, or its configuration says two things.
     """
     from engine.tensor_file import read_header
 
@@ -153,19 +182,26 @@ def check_warm_start(folder: Path, config: DrafterConfig) -> None:
         for name, value in _settings(config).items()
         if stated.get(name) is not None and stated[name] != value
     ]
-    foreign = [key for key in ("partial_rotary_factor", "mrope_section") if key in _all_keys(earlier.config)]
+    foreign = [key for key in OF_TARGETS if key in _all_keys(earlier.config)]
     if foreign:
         problems.append(f"its config.json has {', '.join(foreign)}, and a drafter here rotates every channel")
-    header = read_header(folder / "model.safetensors")
-    problems += _tensor_problems({RENAMED.get(name, name): entry for name, entry in header.items()}, config)
+    problems += [f"its {problem}" for problem in rotary_problems(earlier.config)]
+    problems += _tensor_problems(read_header(folder / "model.safetensors"), config)
     if problems:
         key = f"drafter.init = {orjson.dumps(str(folder)).decode()}"
         raise ScheduleError("\n".join(f"{key}: {problem}" for problem in problems))
 
 
 def _settings(config: DrafterConfig) -> dict[str, Any]:
-    """What no tensor's shape shows, and still decides what a drafter computes."""
+    """What decides what a drafter computes, by the names in its `config.json`."""
     return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "head_dim": config.head_dim,
+        "hidden_act": ACTIVATION,
+        "attention_bias": False,
+        "max_position_embeddings": config.max_position_embeddings,
         "block_size": config.block_size,
         "target_layer_ids": list(config.target_layer_ids),
         "num_target_layers": config.num_target_layers,
@@ -182,16 +218,15 @@ def _settings(config: DrafterConfig) -> dict[str, Any]:
 
 
 def _settings_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("block_size", "num_target_layers", "layer_types", "num_attention_heads", "num_key_value_heads")
-    settings = {name: found.get(name) for name in (*names, "vocab_size", "rms_norm_eps")}
+    """What a file says of each of those; None where it is silent."""
+    settings = dict(found)
     settings |= {name: found["dflash_config"].get(name) for name in ("target_layer_ids", "mask_token_id")}
-    rope = found.get("rope_parameters") or {}
-    theta = found.get("rope_theta", rope.get("rope_theta"))
-    settings["rope_theta"] = None if theta is None else float(theta)
+    tables = [found, *(found.get(form) for form in ROPE_FORMS)]
+    bases = [table["rope_theta"] for table in tables if isinstance(table, dict) and table.get("rope_theta")]
+    settings["rope_theta"] = float(bases[0]) if bases else None
     types = found.get("layer_types") or []
     sliding = [kind != FULL for kind in types]
-    if any(sliding):
-        settings["sliding_window"] = found.get("sliding_window")
+    settings["sliding_window"] = found.get("sliding_window") if any(sliding) else None
     if types:
         stated = found.get("is_causal")
         settings["causality inside a block"] = sliding if stated is None else [bool(stated)] * len(types)
@@ -209,7 +244,13 @@ def _tensor_problems(header: Mapping[str, TensorEntry], config: DrafterConfig) -
     from engine.dflash.export import tensor_shapes
 
     expected = tensor_shapes(config)
-    problems = [f"it lacks {name}" for name in sorted(expected.keys() - header.keys())]
+    problems = [
+        f"its {old} and its {new} are the same tensor of a drafter, which can take one"
+        for old, new in RENAMED.items()
+        if old in header and new in header
+    ]
+    header = {RENAMED.get(name, name): entry for name, entry in header.items()}
+    problems += [f"it lacks {name}" for name in sorted(expected.keys() - header.keys())]
     problems += [
         f"its {name} belongs to no DFlash drafter, and nothing may be left over"
         for name in sorted(header.keys() - expected.keys() - OF_THE_TARGET)
@@ -218,6 +259,11 @@ def _tensor_problems(header: Mapping[str, TensorEntry], config: DrafterConfig) -
         f"its {name} has shape {list(header[name].shape)}, and the schedule's drafter wants {list(shape)}"
         for name, shape in expected.items()
         if name in header and header[name].shape != shape
+    ]
+    problems += [
+        f"its {name} is stored as {header[name].dtype}; weights here are one of {', '.join(FLOATING)}"
+        for name in expected
+        if name in header and header[name].dtype not in FLOATING
     ]
     return problems
 
@@ -233,6 +279,7 @@ def warm_start(drafter: Drafter, folder: Path, shared: SharedWeights) -> list[st
 
     Raises:
         ScheduleError, CheckpointError: as `check_warm_start`, or a copy is another target's.
+        NonFinite: a tensor holds a NaN or, in float32, an infinity.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -254,6 +301,8 @@ def warm_start(drafter: Drafter, folder: Path, shared: SharedWeights) -> list[st
             compared = _compare_with_target(name, tensor, shared, path)
             lines.append(f"  left: {what}, {compared}")
             continue
+        if not bool(tensor.float().isfinite().all()):
+            raise NonFinite(f"{path}: its {name} holds NaN or infinite values; take an earlier checkpoint")
         new = RENAMED.get(name, name)
         taken[new] = tensor
         lines.append(f"  taken: {what}" + (f" as {new}" if new != name else ""))

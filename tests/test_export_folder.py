@@ -10,19 +10,14 @@ import pytest
 import torch
 from blocks import TAPS, shared_weights, small_config, small_drafter
 from safetensors.torch import load_file, save_file
-from small_runs import small_project
 
-from engine import cli
 from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
 from engine.dflash.drafter import Drafter
 from engine.dflash.export import check_layout, read_drafter_config, write_drafter
-from engine.errors import CheckpointError, DifferenceFound, EngineError, InputError
-from engine.export import compare_with_training, export, training_logits
+from engine.errors import CheckpointError, DifferenceFound, EngineError
+from engine.export import compare_with_training, training_logits
 from engine.export_speculators import Verifier, to_speculators_json, write_speculators
-from engine.independent_reader import block_logits, read_served
-from engine.run import run
-from engine.run_folder import resolve_checkpoint
-from engine.schedule import load_schedule
+from engine.independent_reader import read_served
 
 LAYOUTS = {"full": (FULL, FULL), "mixed": (SLIDING, FULL), "sliding": (SLIDING, SLIDING)}
 VERIFIER = Verifier(name_or_path="some/target", architectures=("Qwen3ForCausalLM",))
@@ -79,7 +74,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "a mask outside": ({"vocab_size": 60}, "mask_token_id = 60: not of the vocabulary"),
     "no window": ({"sliding_window": None}, "sliding_window"),
     "a window unused": ({"use_sliding_window": False}, "use_sliding_window = False: do not go with"),
-    "two rotary bases": ({"rope_theta": 1e6}, "rope_parameters = "),
+    "two rotary bases": ({"rope_theta": 1e6}, "rope_theta = 1000000.0, and rope_parameters has 10000.0"),
+    "one rotary form": ({"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = "),
+    "scaled positions": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has "),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act = gelu: expected silu"),
     "causality of a mixed layout": ({"is_causal": False}, "is_causal"),
     "a key of the target": ({"mrope_interleaved": True}, "mrope_interleaved is no key of the layout"),
     "a dtype that is not stored": ({"dtype": "bfloat16"}, "is stored as F32, and config.json says bfloat16"),
@@ -203,6 +201,32 @@ def test_a_setting_that_was_not_trained_is_found(tmp_path: Path, change: dict[st
         compare_with_training(tmp_path, config, weights)
 
 
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}},
+            "positions turn by yarn",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "positions turn by linear"),
+        ({"rope_parameters": {FULL: {"rope_theta": 5.0}}}, f"positions turn by {FULL}"),
+        ({"rope_scaling": {"rope_theta": 5.0}}, "rope_theta is 5.0 and 10000.0"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ({"attention_bias": True}, "attention_bias is True"),
+    ],
+    ids=str,
+)
+def test_what_neither_implementation_computes_is_refused_by_both(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    written(tmp_path)
+    alter(tmp_path, lambda stated: stated.update(change))
+    with pytest.raises(CheckpointError, match=words):
+        read_served(tmp_path)
+    with pytest.raises(CheckpointError):
+        read_drafter_config(tmp_path)
+
+
 def test_other_taps_and_another_mask_are_found(tmp_path: Path) -> None:
     config, weights = written(tmp_path)
     for change in ({"target_layer_ids": [2, 4]}, {"mask_token_id": 3}):
@@ -210,6 +234,13 @@ def test_other_taps_and_another_mask_are_found(tmp_path: Path) -> None:
         alter(tmp_path, lambda stated, change=change: stated["dflash_config"].update(change))
         with pytest.raises(DifferenceFound, match=f"a server reads {next(iter(change))}"):
             compare_with_training(tmp_path, config, weights)
+
+
+def test_the_second_implementation_shares_no_code_with_training() -> None:
+    source = Path(sys.modules["engine.independent_reader"].__file__ or "").read_text()
+    assert [line for line in source.splitlines() if "import" in line and "engine" in line] == [
+        "from engine.errors import CheckpointError"
+    ]
 
 
 # The speculators layout
@@ -291,105 +322,3 @@ def test_the_released_library_loads_it_and_computes_the_same(tmp_path: Path, lay
             )
         theirs = model.lm_head(model.norm(x))[0]
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * float(ours.abs().max()))
-
-
-# The command
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    project = small_project(tmp_path_factory.mktemp("project"))
-    output = tmp_path_factory.mktemp("runs") / "run"
-    run(load_schedule(project, ["run.steps=3"]), output=output, plain=True)
-    return output
-
-
-def test_a_run_is_exported_with_a_card_and_nothing_else(trained: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    folder = export(trained, tmp_path / "deep" / "out", target_name="Some/Target", say=said.append)
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
-    assert read_drafter_config(folder) == read_drafter_config(resolve_checkpoint(trained))
-    masters = load_file(resolve_checkpoint(trained) / "training/state.safetensors")
-    for name, weight in load_file(folder / "model.safetensors").items():
-        assert torch.equal(weight, masters[f"master.{name}"])
-    assert any("bit for bit" in line for line in said)
-
-    card = (folder / "README.md").read_text()
-    rows = [orjson.loads(line) for line in (trained / "metrics.jsonl").read_bytes().splitlines()]
-    accepted = next(row["accepted_length"] for row in rows if row["step"] == 3)
-    assert f"{accepted:.2f} of 4 tokens per verification" in card and "measured after | 3 steps" in card
-    assert "--speculative-algorithm DFLASH" in card and "--speculative-num-draft-tokens 4" in card
-    assert '"num_speculative_tokens": 3' in card and "vllm serve Some/Target" in card
-    assert "VLLM_USE_V2_MODEL_RUNNER=1" in card and "extra_buffer" in card  # mixed layers, a hybrid target
-    assert "| objective | decay, gamma 4 |" in card and "| length | 3 steps |" in card
-    assert str(trained) not in card
-
-
-def test_an_export_can_be_exported_again(trained: Path, tmp_path: Path) -> None:
-    first = export(trained, tmp_path / "first")
-    target = load_schedule(trained / "schedule.toml").target.path
-    second = export(first, tmp_path / "second", target=target)
-    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
-    assert "## Training" not in (second / "README.md").read_text()  # nobody knows
-
-
-def test_nothing_is_written_over_what_no_export_wrote(trained: Path, tmp_path: Path) -> None:
-    folder = export(trained, tmp_path / "out")
-    with pytest.raises(InputError, match="holds an exported drafter; --overwrite replaces it"):
-        export(trained, folder)
-    export(trained, folder, overwrite=True)
-    (folder / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"holds notes.txt, which no export wrote"):
-        export(trained, folder, overwrite=True)
-    checkpoint = resolve_checkpoint(trained)
-    with pytest.raises(InputError, match="is the checkpoint itself"):
-        export(trained, checkpoint, overwrite=True)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="is a file"):
-        export(trained, tmp_path / "file", overwrite=True)
-
-
-def test_a_difference_leaves_nothing_behind(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong(*arguments: Any) -> torch.Tensor:
-        return block_logits(*arguments) + 1
-
-    monkeypatch.setattr("engine.export.block_logits", wrong)
-    with pytest.raises(DifferenceFound, match="would not be served as it was trained"):
-        export(trained, tmp_path / "out")
-    assert not list(tmp_path.iterdir())
-
-
-def test_another_targets_drafter_is_refused(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no drafter for .*hidden_size 32, not 192"):
-        export(trained, tmp_path / "out", target="builtin:tiny-hybrid")
-
-
-def test_a_target_that_is_gone_is_needed_for_speculators_alone(trained: Path, tmp_path: Path) -> None:
-    first = export(trained, tmp_path / "first")
-    export(first, tmp_path / "second")
-    with pytest.raises(InputError, match="--format speculators: names the target"):
-        export(first, tmp_path / "third", layout="speculators")
-
-
-def test_the_command_exports_and_ends_with_2_for_a_mixed_speculators_one(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ["engine", "export", str(trained), str(tmp_path / "out")]
-    for more, code, words in (
-        ([], 0, "bit for bit"),
-        (["--overwrite", "--format", "speculators"], 2, "one flag for causality"),
-    ):
-        monkeypatch.setattr(sys, "argv", [*command, *more])
-        with pytest.raises(SystemExit) as left:
-            cli.main()
-        assert (left.value.code or 0) == code and words in capsys.readouterr().err
-        check_layout(tmp_path / "out")  # the old one stays
-
-
-def test_the_second_implementation_shares_no_code_with_training() -> None:
-    source = Path(sys.modules["engine.independent_reader"].__file__ or "").read_text()
-    assert [line for line in source.splitlines() if "import" in line and "engine" in line] == [
-        "from engine.errors import CheckpointError"
-    ]

@@ -16,7 +16,7 @@ from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
 from engine.dflash.drafter import build_drafter
 from engine.dflash.export import write_drafter
 from engine.dflash.training import SharedWeights
-from engine.errors import CheckpointError, ScheduleError
+from engine.errors import CheckpointError, InputError, NonFinite, ScheduleError
 from engine.export_speculators import Verifier, write_speculators
 from engine.planning import plan_run
 from engine.schedule import load_schedule
@@ -127,6 +127,12 @@ def test_torchspecs_names_are_told_beside_ours(tmp_path: Path) -> None:
     assert "left: embed_tokens.weight [61, 32] bfloat16, the target's own, and equal to it" in lines
 
 
+def test_a_window_that_no_layer_has_is_of_no_matter(tmp_path: Path) -> None:
+    published(tmp_path, FULL_ONLY)
+    alter_config(tmp_path, lambda stated: stated.update(sliding_window=2048))
+    check_warm_start(tmp_path, FULL_ONLY)
+
+
 def test_what_a_file_does_not_state_is_told(tmp_path: Path) -> None:
     ours(tmp_path, MIXED)
     alter_config(tmp_path, lambda stated: stated.pop("num_target_layers"))
@@ -187,6 +193,110 @@ def test_a_drafter_that_rotates_as_its_target_is_refused(tmp_path: Path, key: st
     alter_config(tmp_path, lambda stated: stated["rope_parameters"].update({key: 0.25}))
     with pytest.raises(ScheduleError, match=f"has {key}, and a drafter here rotates every channel"):
         check_warm_start(tmp_path, MIXED)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+PER_TYPE = {FULL: {"rope_theta": 5.0, "rope_type": "default"}}
+
+OTHERWISE: dict[str, tuple[dict[str, Any], str]] = {
+    "yarn": ({"rope_parameters": {"rope_theta": 1e4, **YARN}}, "rope_parameters has rope_type 'yarn'"),
+    "scaling of its own": ({"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}}, "parameters has factor"),
+    "an older scaling": ({"rope_scaling": {"type": "linear", "factor": 8.0}}, "rope_scaling has type"),
+    "no table": ({"rope_scaling": "linear"}, "rope_scaling = linear: expected a table"),
+    "two rotary bases": (
+        {"rope_parameters": {"rope_theta": 5.0}},
+        "rope_theta = 10000.0, and rope_parameters",
+    ),
+    "one rotary base, another": (
+        {"rope_theta": None, "rope_scaling": {"rope_theta": 5.0}},
+        "rope_scaling has 5.0",
+    ),
+    "a base per kind of layer": (
+        {"rope_theta": None, "rope_parameters": PER_TYPE},
+        f"rope_parameters has {FULL}",
+    ),
+    "gelu": ({"hidden_act": "gelu"}, "its hidden_act is gelu, and the schedule's drafter has silu"),
+    "biases": ({"attention_bias": True}, "its attention_bias is True"),
+    "hidden size": ({"hidden_size": 64}, "its hidden_size is 64"),
+    "MLP size": ({"intermediate_size": 64}, "its intermediate_size is 64"),
+    "head size": ({"head_dim": 999}, "its head_dim is 999"),
+    "positions": ({"max_position_embeddings": 3}, "its max_position_embeddings is 3"),
+    "layers": ({"num_hidden_layers": 3}, "its num_hidden_layers is 3"),
+    "two block sizes": ({"block_size": 5}, "block_size is 5 and 4 at once"),
+    "two masks": ({"mask_token_id": 5}, "mask_token_id is 5 and 60 at once"),
+    "two sets of taps": ({"target_layer_ids": [1, 4]}, r"target_layer_ids is \[1, 4\] and \[1, 3\] at once"),
+    "a window and none": ({"use_sliding_window": False}, "use_sliding_window is false, and layer_types"),
+}
+
+
+@pytest.mark.parametrize("change, words", OTHERWISE.values(), ids=OTHERWISE)
+def test_a_file_that_says_something_else_than_is_computed_is_refused(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    ours(tmp_path, MIXED)
+    check_warm_start(tmp_path, MIXED)
+    alter_config(tmp_path, lambda stated: stated.update(change))
+    with pytest.raises(InputError, match=words):
+        check_warm_start(tmp_path, MIXED)
+
+
+@pytest.mark.parametrize(
+    "write, change, words",
+    [
+        (torchspec, {"dflash_config": {"mask_token_id": 5}}, "mask_token_id is 60 and 5 at once"),
+        (torchspec, {"dflash_config": {"target_layer_ids": [2]}}, r"target_layer_ids is \[1, 3\] and \[2\]"),
+        (torchspec, {"target_hidden_size": 64}, "hidden_size is 32 and 64 at once"),
+        (speculators, {"target_hidden_size": 64}, "hidden_size is 32 and 64 at once"),
+    ],
+)
+def test_the_other_layouts_may_not_contradict_themselves_either(
+    tmp_path: Path, write: Writer, change: dict[str, Any], words: str
+) -> None:
+    write(tmp_path, FULL_ONLY)
+    alter_config(tmp_path, lambda stated: stated.update(change))
+    with pytest.raises(CheckpointError, match=words):
+        check_warm_start(tmp_path, FULL_ONLY)
+
+
+def test_speculators_layers_are_compared_as_well(tmp_path: Path) -> None:
+    speculators(tmp_path, FULL_ONLY)
+    alter_config(
+        tmp_path, lambda stated: stated["transformer_layer_config"]["rope_parameters"].update(**YARN)
+    )
+    with pytest.raises(ScheduleError, match="rope_parameters has rope_type 'yarn'"):
+        check_warm_start(tmp_path, FULL_ONLY)
+
+
+def test_a_tensor_under_both_its_names_stops_it(tmp_path: Path) -> None:
+    ours(tmp_path, MIXED)
+    alter_weights(
+        tmp_path, lambda weights: weights.update({"context_proj.weight": weights["fc.weight"].clone()})
+    )
+    with pytest.raises(ScheduleError, match="its context_proj.weight and its fc.weight are the same tensor"):
+        check_warm_start(tmp_path, MIXED)
+
+
+def test_weights_that_are_no_floating_numbers_stop_it(tmp_path: Path) -> None:
+    ours(tmp_path, MIXED)
+    alter_weights(tmp_path, lambda weights: weights.update({"fc.weight": weights["fc.weight"].int()}))
+    with pytest.raises(ScheduleError, match="its fc.weight is stored as I32; weights here are one of F64"):
+        check_warm_start(tmp_path, MIXED)
+
+
+@pytest.mark.parametrize("value, dtype", [(float("nan"), torch.bfloat16), (1e300, torch.float64)])
+def test_weights_that_are_not_finite_stop_it(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+    torchspec(tmp_path, FULL_ONLY)
+
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["context_proj.weight"] = weights["context_proj.weight"].to(dtype)
+        weights["context_proj.weight"][3, 5] = value
+
+    alter_weights(tmp_path, spoil)
+    drafter = small_drafter(FULL_ONLY)
+    before = drafter.get_parameter("fc.weight").clone()
+    with pytest.raises(NonFinite, match="its context_proj.weight holds NaN or infinite values"):
+        warm_start(drafter, tmp_path, SHARED)
+    assert torch.equal(drafter.get_parameter("fc.weight"), before)
 
 
 def test_an_embedding_that_is_not_the_targets_stops_it(tmp_path: Path) -> None:

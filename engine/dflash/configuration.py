@@ -5,6 +5,7 @@ settings still trains, and then serves at an accepted length of one; so a field 
 here cannot reach a drafter.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -13,6 +14,15 @@ from engine.errors import CheckpointError, ScheduleError
 
 SLIDING = "sliding_attention"
 FULL = "full_attention"
+
+ACTIVATION = "silu"
+"""Of every drafter's MLP."""
+
+OF_TARGETS = ("partial_rotary_factor", "mrope_section")
+"""Rotary keys that a target may have and a drafter may not."""
+
+ROPE_FORMS = ("rope_parameters", "rope_scaling")
+"""Tables of rotary settings, of newer and of older files; the base may also stand beside them."""
 
 
 @attrs.frozen(kw_only=True)
@@ -126,17 +136,17 @@ class DrafterConfig:
         """Read a drafter's `config.json`; both rope forms are understood.
 
         Raises:
-            CheckpointError: a key is missing, or one that only a target has is present.
+            CheckpointError: a key is missing, one that only a target has is present, two places differ,
+                or a drafter here would compute something else.
         """
-        foreign = [
-            key
-            for key in ("partial_rotary_factor", "mrope_section")
-            if key in config or key in (config.get("rope_parameters") or {})
-        ]
+        tables = [config, *(config.get(form) for form in ROPE_FORMS)]
+        foreign = [key for key in OF_TARGETS if any(isinstance(it, dict) and key in it for it in tables)]
         if foreign:
             raise CheckpointError(
                 f"{source}: {', '.join(foreign)} belongs to a target; a drafter rotates every channel"
             )
+        if problem := next(_problems(config), None):
+            raise CheckpointError(f"{source}: {problem}")
         try:
             taps = config["dflash_config"]
             theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
@@ -162,6 +172,40 @@ class DrafterConfig:
             )
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{source}: not a drafter's configuration, {error} is missing") from error
+
+
+def rotary_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a `config.json` says of rotary positions and no drafter here computes, or says in two ways.
+
+    Here all layers turn alike, by one base and without scaling. The keys of `OF_TARGETS` are the caller's.
+    """
+    bases = {"rope_theta": config.get("rope_theta")}
+    for form in ROPE_FORMS:
+        table = config.get(form) or {}
+        if not isinstance(table, dict):
+            yield f"{form} = {table}: expected a table"
+            continue
+        bases[form] = table.get("rope_theta")
+        kinds = [key for key in ("rope_type", "type") if table.get(key) not in (None, "default")]
+        for key in kinds:
+            yield f"{form} has {key} {table[key]!r}, and a drafter here knows 'default' alone"
+        for key in sorted(table.keys() - {"rope_theta", "rope_type", "type", *OF_TARGETS}):
+            if not kinds:  # whose own keys these would be
+                yield f"{form} has {key}, and a drafter here turns all layers alike and scales no position"
+    stated = [(place, base) for place, base in bases.items() if base is not None]
+    for place, base in stated[1:]:
+        if base != stated[0][1]:
+            yield f"{stated[0][0]} = {stated[0][1]}, and {place} has {base}"
+
+
+def _problems(config: Mapping[str, Any]) -> Iterator[str]:
+    yield from rotary_problems(config)
+    for key, value in (("hidden_act", ACTIVATION), ("attention_bias", False)):
+        if config.get(key) not in (None, value):
+            yield f"{key} = {config[key]}: expected {value}"
+    inner, size = config.get("dflash_config"), config.get("block_size")
+    if size and isinstance(inner, dict) and inner.get("block_size", size) != size:
+        yield f"block_size = {size}, and dflash_config has {inner['block_size']}"
 
 
 def _not_causal(layer_types: list[str]) -> bool | None:
