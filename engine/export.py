@@ -35,6 +35,7 @@ from engine.export_card import render_card
 from engine.export_speculators import Verifier, write_speculators
 from engine.independent_reader import block_logits, read_served
 from engine.run_folder import CHECKPOINTS, resolve_checkpoint
+from engine.schedule import Schedule
 from engine.served_pair import trained_by
 from engine.target.configuration import read_json, read_target_config, text_section
 from engine.whole_files import write_whole
@@ -88,6 +89,8 @@ def export(
     checkpoint, folder = resolve_checkpoint(source), folder.resolve()
     config = read_drafter_config(checkpoint)
     schedule, _ = trained_by(checkpoint)
+    if schedule is not None:
+        _check_recipe(checkpoint, config, schedule)
     named = target or (schedule.target.path if schedule else None)
     facts = _target_facts(checkpoint, config, named)
     if facts is None and layout == "speculators":
@@ -194,16 +197,39 @@ def _context_lengths(config: DrafterConfig) -> Iterator[int]:
 
 
 def _trained_weights(checkpoint: Path, config: DrafterConfig) -> dict[str, Tensor]:
-    """The masters that training kept; of a folder without training state, its weights."""
+    """A checkpoint's weights as they are served, which have to be those that training kept, rounded."""
+    weights = read_drafter_weights(checkpoint, config)
     path = checkpoint / STATE
     if not path.is_file():
-        return read_drafter_weights(checkpoint, config)
+        return weights
     try:
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.startswith(MASTER)]  # noqa: SIM118
-            return {name.removeprefix(MASTER): file.get_tensor(name) for name in names}
+            for name, weight in weights.items():
+                trained = file.get_tensor(f"{MASTER}{name}").to(weight.dtype)
+                if not torch.equal(trained.nan_to_num(), weight.nan_to_num()):
+                    raise CheckpointError(
+                        f"{checkpoint}: {name} in {WEIGHTS} is not what training kept in {path.name}, "
+                        "so one of them was changed since; export an earlier checkpoint"
+                    )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return weights
+
+
+def _check_recipe(checkpoint: Path, config: DrafterConfig, schedule: Schedule) -> None:
+    """Refuse a configuration that is not the one the checkpoint's own schedule trained."""
+    drafter = schedule.drafter
+    for name, said, trained in (
+        ("mask_token_id", config.mask_token_id, drafter.mask_token_id),
+        ("block_size", config.block_size, drafter.block_size),
+        ("sliding_window", config.sliding_window, drafter.sliding_window),
+        ("target_layer_ids", config.target_layer_ids, drafter.target_layer_ids or config.target_layer_ids),
+    ):
+        if said != trained:
+            raise CheckpointError(
+                f"{checkpoint / CONFIG}: {name} is {said}, and the checkpoint's schedule trained with "
+                f"{trained}; the file was changed since: export an earlier checkpoint"
+            )
 
 
 def _check_finite(checkpoint: Path, config: DrafterConfig, weights: Mapping[str, Tensor]) -> None:

@@ -87,26 +87,39 @@ def alter_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object
     save_file(weights, path)
 
 
-def test_what_is_exported_are_the_masters_and_not_the_copy_beside_them(trained: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_changed_is_not_exported(trained: Path, tmp_path: Path) -> None:
     checkpoint = copied(trained, tmp_path / "run")
+    whole = (checkpoint / "model.safetensors").read_bytes()
     alter_weights(checkpoint / "model.safetensors", lambda weights: weights["fc.weight"].add_(1))
-    folder = export(checkpoint, tmp_path / "out")
-    masters = load_file(checkpoint / "training/state.safetensors")
-    assert torch.equal(load_file(folder / "model.safetensors")["fc.weight"], masters["master.fc.weight"])
+    with pytest.raises(CheckpointError, match="fc.weight in model.safetensors is not what training kept"):
+        export(checkpoint, tmp_path / "out")
+    (checkpoint / "model.safetensors").write_bytes(whole[:-1000])
+    with pytest.raises(CheckpointError, match=r"model.safetensors: corrupt"):
+        export(checkpoint, tmp_path / "out")
+    (checkpoint / "model.safetensors").write_bytes(whole)
+    stated = orjson.loads((checkpoint / "config.json").read_bytes())
+    stated["dflash_config"]["mask_token_id"] = 1
+    (checkpoint / "config.json").write_bytes(orjson.dumps(stated))
+    with pytest.raises(
+        CheckpointError, match="mask_token_id is 1, and the checkpoint's schedule trained with"
+    ):
+        export(checkpoint, tmp_path / "out")
 
 
 def test_weights_that_are_not_finite_are_told_as_such(trained: Path, tmp_path: Path) -> None:
     checkpoint = copied(trained, tmp_path / "run")
-    state = checkpoint / "training/state.safetensors"
+    state, served = checkpoint / "training/state.safetensors", checkpoint / "model.safetensors"
     for value, words in (
         (1e38, "the training model's own logits hold NaN or infinite values"),
         (float("nan"), "fc.weight is not finite in float32"),
     ):
         alter_weights(state, lambda weights, value=value: weights["master.fc.weight"].fill_(value))
+        alter_weights(served, lambda weights, value=value: weights["fc.weight"].fill_(value))
         with pytest.raises(NonFinite, match=words):
             export(checkpoint, tmp_path / "out")
-    names = [name for name in load_file(state) if name.startswith("master.")]
-    alter_weights(state, lambda weights: [weights[name].fill_(float("nan")) for name in names])
+    names = list(load_file(served))
+    alter_weights(served, lambda weights: [weights[name].fill_(float("nan")) for name in names])
+    alter_weights(state, lambda weights: [weights[f"master.{name}"].fill_(float("nan")) for name in names])
     with pytest.raises(NonFinite, match=f" and {len(names) - 1} more tensors are not finite"):
         export(checkpoint, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

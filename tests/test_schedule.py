@@ -630,6 +630,8 @@ def test_a_drafter_to_go_on_from_fits_or_is_refused(tmp_path: Path) -> None:
     ]:
         path.write_bytes(orjson.dumps(exported_config(**{name: value})))
         assert words in target_refusal(init=init)
+    path.write_bytes(orjson.dumps(exported_config(num_target_layers=None)))
+    assert check_against_target(schedule_with(drafter={"init": init}), Facts()), "the speculators layout"
     path.write_bytes(orjson.dumps(exported_config()))
     message = target_refusal(init=init, mask_token_id=98, target_layer_ids=[0, 1, 2, 3, 4])
     assert "dflash_config.mask_token_id = 99, and drafter.mask_token_id is 98" in message

@@ -348,3 +348,14 @@ def test_a_plan_refuses_what_does_not_fit_before_anything_is_loaded(tmp_path: Pa
         ScheduleError, match="dflash_config.mask_token_id = 1, and drafter.mask_token_id is 95"
     ):
         plan_run(load_schedule(project, [f"drafter.init={earlier}"]))
+
+
+def test_a_plan_goes_on_from_the_speculators_layout(tmp_path: Path) -> None:
+    project = small_project(tmp_path)
+    sliding = 'drafter.layer_types=["sliding_attention", "sliding_attention"]'
+    config = plan_run(load_schedule(project, [sliding])).drafter_config
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    speculators(earlier, config)
+    parts = assembled(project, sliding, f"drafter.init={earlier}")
+    assert all(torch.equal(parts.masters[name], weight) for name, weight in weights_of(config).items())
