@@ -123,6 +123,10 @@ def export(
 
     write_whole(folder, write)
     say(f"exported {checkpoint} to {folder}: {len(weights)} tensors in {config.dtype}, {layout} layout")
+    if target_name is None:
+        say(
+            f"no --target-name: the card calls the target {named or 'its target'}, which servers may not know"
+        )
     return folder
 
 

@@ -214,3 +214,17 @@ def test_the_command_exports_and_ends_with_2_for_a_mixed_speculators_one(
             cli.main()
         assert (left.value.code or 0) == code and words in capsys.readouterr().err
         check_layout(tmp_path / "out")  # the old one stays
+
+
+def test_the_speculators_layout_is_told_where_it_cannot_be_read(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(orjson.dumps({"speculators_model_type": "dflash"}))
+    with pytest.raises(CheckpointError, match="in the speculators layout.*--format dflash"):
+        read_drafter_config(tmp_path)
+
+
+def test_a_target_without_a_name_is_told(trained: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    export(trained, tmp_path / "one", say=said.append)
+    assert "no --target-name: the card calls the target" in said[-1]
+    export(trained, tmp_path / "two", target_name="Acme/Tiny", say=said.append)
+    assert "two" in said[-1]

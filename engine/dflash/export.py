@@ -214,9 +214,15 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     if not path.is_file():
         raise CheckpointError(f"{folder}: no {CONFIG}; expected a drafter's folder")
     try:
-        return DrafterConfig.from_server_json(orjson.loads(path.read_bytes()), str(path))
+        stated = orjson.loads(path.read_bytes())
     except orjson.JSONDecodeError as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if isinstance(stated, dict) and "speculators_model_type" in stated:
+        raise CheckpointError(
+            f"{path}: a drafter in the speculators layout, which servers and drafter.init read; here give the run "
+            "that it came from, or an export with --format dflash"
+        )
+    return DrafterConfig.from_server_json(stated, str(path))
 
 
 def read_drafter_weights(folder: Path, config: DrafterConfig) -> dict[str, Tensor]:
