@@ -219,8 +219,8 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
     if isinstance(stated, dict) and "speculators_model_type" in stated:
         raise CheckpointError(
-            f"{path}: a drafter in the speculators layout, which servers and drafter.init read; here give the run "
-            "that it came from, or an export with --format dflash"
+            f"{path}: a drafter in the speculators layout, which servers and drafter.init read; here give "
+            "the run that it came from, or an export with --format dflash"
         )
     return DrafterConfig.from_server_json(stated, str(path))
 
