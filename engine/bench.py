@@ -2,8 +2,9 @@
 
 Everything is measured in one process with random weights and random tokens: speed hangs on shapes, not on
 meaning. A schedule says what runs (taps, drafter, token budget, plugins); by default it is the one for
-Qwen3.6-27B on one GPU, and `--config` puts another target's shape into it. What a figure is compared with,
-the plain variant and the floor, is measured in the same process, in turns with it.
+Qwen3.6-27B on one GPU, and `--config` puts another target's shape into it, the drafter's layers staying
+as they are; a built-in target that a schedule is shipped for brings that one along. What a figure is
+compared with, the plain variant and the floor, is measured in the same process, in turns with it.
 """
 
 import sys
@@ -22,7 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from engine.builtin import QWEN3_6_27B, resolve
+from engine.builtin import QWEN3_6_27B, TINY_HYBRID, resolve
 from engine.data.shards import write_documents
 from engine.environment import environment
 from engine.errors import DiskError, InputError
@@ -31,10 +32,18 @@ from engine.schedule import Drafter, Schedule, load_schedule
 from engine.target.configuration import read_json, read_target_config, text_section
 from engine.target.taps import default_target_layer_ids
 
-DEFAULT_SCHEDULE = Path(__file__).parents[1] / "schedules" / "qwen3_6_27b_1gpu.toml"
+SCHEDULES = Path(__file__).parents[1] / "schedules"
+SCHEDULE_OF = {
+    QWEN3_6_27B: SCHEDULES / "qwen3_6_27b_1gpu.toml",
+    TINY_HYBRID: SCHEDULES / "sequential_target_parallel_drafter.toml",
+}
+"""What is measured of a built-in target where no schedule is named."""
 
 CPU_WEIGHTS = 300_000_000
 """A target of more weights is not run on a CPU: a forward of it would take minutes."""
+
+CPU_DRAFTER_STEP = 3e11
+"""Operations with weights in a drafter's micro-batch; with more of them it takes minutes on a CPU."""
 
 Figures = dict[str, Any]
 
@@ -89,7 +98,7 @@ def opened(
     Raises:
         InputError: a schedule or configuration that cannot be, or a target too large for a CPU.
     """
-    path = schedule or DEFAULT_SCHEDULE
+    path = schedule or SCHEDULE_OF.get(config or QWEN3_6_27B, SCHEDULE_OF[QWEN3_6_27B])
     if schedule is None and not path.exists():
         raise InputError(f"bench: {path.name} is not installed with the package; give one with --schedule")
     read = load_schedule(path, list(overrides))
@@ -104,7 +113,10 @@ def opened(
         data = attrs.evolve(read.data, path=str(folder / "documents"), held_out=None)
         read = attrs.evolve(read, target=target, drafter=drafter, data=data)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        _refuse_large_on_cpu(resolve(target.path), config, device)
+        if device.type == "cpu":
+            _refuse_large_target(resolve(target.path), config)
+            if what in ("drafter", "run"):
+                _refuse_large_drafter(read, path)
         torch.set_num_threads(read.run.cpu_threads)
         transformers.logging.set_verbosity_error()  # as in a run, where it speaks of missing packages
         console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
@@ -144,9 +156,8 @@ def _fitting(drafter: Drafter, folder: Path, *, as_written: bool) -> Drafter:
     return attrs.evolve(drafter, target_layer_ids=taps, mask_token_id=mask)
 
 
-def _refuse_large_on_cpu(folder: Path, config: str, device: torch.device) -> None:
-    if device.type != "cpu":
-        return
+def _refuse_large_target(folder: Path, config: str) -> None:
+    """On a CPU."""
     summary = read_target_config(folder)
     text = text_section(read_json(folder / "config.json"))
     width = summary.hidden_size
@@ -154,8 +165,24 @@ def _refuse_large_on_cpu(folder: Path, config: str, device: torch.device) -> Non
     weights = 2 * summary.vocab_size * width + summary.layers * layer
     if weights > CPU_WEIGHTS:
         raise InputError(
-            f"bench: {config} has about {weights / 1e9:.1f} billion weights and torch sees no GPU here; run "
+            f"bench: {config} has about {in_words(weights)} weights and torch sees no GPU here; run "
             "it where there is one, or measure a small target with --config FOLDER and --schedule FILE"
+        )
+
+
+def _refuse_large_drafter(schedule: Schedule, path: Path) -> None:
+    """On a CPU."""
+    drafter = schedule.drafter
+    hidden = read_target_config(resolve(schedule.target.path)).hidden_size
+    mlp = 3 * hidden * (drafter.intermediate_size or 4 * hidden)
+    attention = 2 * hidden * (drafter.heads + drafter.kv_heads) * drafter.head_dim
+    weights = drafter.layers * (mlp + attention)
+    slots = schedule.data.max_anchors * drafter.block_size
+    if 6 * weights * slots > CPU_DRAFTER_STEP:  # forward, and two products backward
+        raise InputError(
+            f"bench: the drafter of {path.name} has about {in_words(weights)} weights and fills "
+            f"{schedule.data.max_anchors:,} × {drafter.block_size} slots, and torch sees no GPU here; name a "
+            "schedule with a smaller one, as by --schedule schedules/colocated.toml"
         )
 
 
@@ -203,6 +230,17 @@ def show(
             json.write_bytes(orjson.dumps(figures, option=orjson.OPT_INDENT_2) + b"\n")
         except OSError as error:
             raise DiskError(f"--json {json}: cannot be written: {error.strerror}") from error
+
+
+def in_words(count: float) -> str:
+    """A large number, three digits or so: 27.4 billion."""
+    size, name = (1e9, "billion") if count >= 1e9 else (1e6, "million") if count >= 1e6 else (1e3, "thousand")
+    return f"{count / size:.3g} {name}"
+
+
+def per_second(rate: float) -> str:
+    """Operations per second in a unit that leaves digits to read."""
+    return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.1f} GFLOP/s"
 
 
 def number(value: float | None, digits: int = 1) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from engine.bench import Bench, Figures, number, show, table, write_made_up_documents
+from engine.bench import Bench, Figures, in_words, number, per_second, show, table, write_made_up_documents
 from engine.bench_floor import drafter_operations
 from engine.bench_measure import Reading, Work, in_turns, product_rate, product_size, product_work
 from engine.bench_variants import plugin_use
@@ -76,7 +76,7 @@ def bench_drafter(
                 works[name] = work
             else:
                 del drafters[name]
-        readings = in_turns(lane, works, repeats=repeats, lead_in=yardstick)
+        readings = in_turns(lane, works, repeats=repeats, lead_in=yardstick, say=bench.say)
     rate = product_rate(readings.pop(FLOOR), bench.device)
     floor_ms = floor.ms(rate)
     weights = sum(parameter.numel() for parameter in next(iter(drafters.values())).parameters())
@@ -120,14 +120,14 @@ def _show(bench: Bench, figures: Figures, notes: Sequence[str], json: Path | Non
         for row in figures["variants"]
     ]
     title = (
-        f"drafter of {bench.config}, {figures['parameters'] / 1e9:.2f} billion parameters, forward and "
+        f"drafter of {bench.config}, {in_words(figures['parameters'])} parameters, forward and "
         f"backward, context {figures['context']:,}, {figures['anchors']} × {figures['block_size']}"
     )
     floor_ms = figures["floor_ms"]
     parts = ", ".join(f"{kind} {ms:,.1f}" for kind, ms in floor_ms.items() if kind != "total")
     floors = (
-        f"floor {floor_ms['total']:,.1f} ms ({parts}) at {figures['product_tflops']:,.1f} TFLOP/s, the rate "
-        "of a product of the same run"
+        f"floor {floor_ms['total']:,.1f} ms ({parts}) at {per_second(figures['product_tflops'] * 1e12)}, "
+        "the rate of a product of the same run"
     )
     headings = ["variant", "ms", "× floor", "faster than plain", "host ms", "peak GB"]
     show(figures, title, [table(headings, rows)], [floors, *notes], json)

@@ -15,6 +15,7 @@ import torch
 
 from engine.bench import Bench, Figures, number, show, table
 from engine.bench_measure import in_turns
+from engine.bench_target import layers_in_words
 from engine.bench_variants import (
     Variant,
     as_it_is,
@@ -87,7 +88,8 @@ def bench_launch(
         if len(devices) > 1:
             cells += [number(row["alone_ms"], 2), number(row["together_ms"], 2), number(row["slower"], 2)]
         rows.append(cells)
-    title = f"launching a target forward, {bench.config}, {figures['layers']} layers, {tokens} tokens"
+    layers = layers_in_words(figures["layers"], targets[0].summary.layers)
+    title = f"launching a target forward, {bench.config}, {layers}, {tokens} tokens"
     if len(devices) > 1:
         title += f"; two threads on two GPUs, {pair_tokens} tokens"
     show(figures, title, [table(headings, rows)], notes, json)

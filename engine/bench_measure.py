@@ -64,6 +64,7 @@ def in_turns(
     repeats: int,
     warm_up: int = 2,
     lead_in: Work | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Reading]:
     """Time works in turns; call it with the lane active.
 
@@ -72,6 +73,7 @@ def in_turns(
         lead_in: launched right before each call on a GPU, so that the device is at work when the call
             begins, as it is in a run, and does not wait for the host's first launches. The host's time is
             then taken from a call of its own on an idle device.
+        say: takes a line per round.
 
     Raises:
         NonFinite: an output holds a NaN or an infinity; names the work.
@@ -80,6 +82,7 @@ def in_turns(
     peaks = dict.fromkeys(works, 0.0)
     on_gpu = lane.device.type == "cuda"
     for number in range(warm_up + repeats):
+        took: list[str] = []
         for name, work in works.items():
             inputs = work.inputs()
             lane.synchronize()
@@ -95,8 +98,11 @@ def in_turns(
                     lead_in.call(None)
                     device_ms, _ = _timed(lane, name, work, inputs)
             del inputs
+            took.append(f"{name} {device_ms / work.calls:,.1f} ms")
             if number >= warm_up:
                 times[name].append((device_ms / work.calls, host_ms / work.calls))
+        kind = f"round {number - warm_up + 1} of {repeats}" if number >= warm_up else f"warm-up {number + 1}"
+        say(f"{kind}: {', '.join(took)}")
     return {
         name: Reading(
             ms=statistics.median(device for device, _ in taken),

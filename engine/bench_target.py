@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from engine.bench import Bench, Figures, number, show, table
+from engine.bench import Bench, Figures, number, per_second, show, table
 from engine.bench_floor import Operations, target_operations
 from engine.bench_measure import Reading, in_turns, product_rate, product_work
 from engine.bench_variants import (
@@ -86,6 +86,11 @@ def bench_target(
     return _report(bench, shape, layers, bare, floor, measured, notes, json)
 
 
+def layers_in_words(run: int, whole: int) -> str:
+    """How many decoder layers run, of a target that is cut behind its last tap."""
+    return f"{run} layers" if run == whole else f"{run} of {whole} layers (cut behind the last tap)"
+
+
 def _last_tap(target: Any, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Some tokens and the plain variant's last tap of them, float32."""
     generator = torch.Generator().manual_seed(0)
@@ -111,7 +116,7 @@ def _measure(
     yardstick = product_work(bench.device, dtype)
     works = {FLOOR: yardstick}
     works |= {variant.name: variant.work(*shape) for variant in variants}
-    readings = in_turns(lane, works, repeats=repeats, lead_in=yardstick)
+    readings = in_turns(lane, works, repeats=repeats, lead_in=yardstick, say=bench.say)
     rate = product_rate(readings[FLOOR], bench.device)
     rows = []
     for variant in variants:
@@ -183,11 +188,13 @@ def _report(
         f"{kind.replace('_', ' ')} {ms:,.1f}" for kind, ms in first["floor_ms"].items() if kind != "total"
     )
     title = (
-        f"target forward, {bench.config}, {layers} layers, {shape[0]} × {shape[1]} tokens, "
+        f"target forward, {bench.config}, {layers_in_words(layers, bare.summary.layers)}, "
+        f"{shape[0]} × {shape[1]} tokens, "
         f"{bench.schedule.target.dtype}"
     )
     floors = (
-        f"floor {first['floor_ms']['total']:,.1f} ms ({parts}) at {first['product_tflops']:,.1f} TFLOP/s, "
+        f"floor {first['floor_ms']['total']:,.1f} ms ({parts}) at "
+        f"{per_second(first['product_tflops'] * 1e12)}, "
         f"the rate of a product of the same run; {DEFAULT}: the engine's default plugins"
     )
     show(figures, title, [table(headings, rows)], [floors, *notes], json)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from engine.command_choices import one_of
 from engine.errors import InputError, ScheduleError
 
 data_app = typer.Typer()
@@ -28,7 +29,10 @@ def prepare(
     max_bad: Annotated[float, typer.Option(min=0, max=1, help="share of bad rows that stops it")] = 0.01,
     answers: Annotated[
         Literal["all", "last", "target"],
-        typer.Option(help="supervise all answers, or the last one; or let the target write them"),
+        typer.Option(
+            help="supervise all answers, or the last one; or let the target write them",
+            **one_of("all", "last", "target"),
+        ),
     ] = "all",
     template: Annotated[
         list[str] | None,
@@ -44,7 +48,8 @@ def prepare(
     seed: Annotated[int | None, typer.Option(min=0, help="of the draws; 0")] = None,
     device: Annotated[str | None, typer.Option(help="of the target: cpu or cuda:<n>")] = None,
     dtype: Annotated[
-        Literal["bfloat16", "float32"] | None, typer.Option(help="of the target; bfloat16")
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="of the target; bfloat16", **one_of("bfloat16", "float32")),
     ] = None,
 ) -> None:
     """Turn JSONL conversations into documents for training."""

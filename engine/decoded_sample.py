@@ -138,8 +138,9 @@ def print_sample(parts: TrainingParts, checkpoint: Path, console: Console) -> No
         drafter = build_drafter(config, target.device, plan.compute_dtype)
         fill_drafter(drafter, read_drafter_weights(checkpoint, config), str(checkpoint))
         shown = printer = AnswerPrinter(console, TextStream(tokenizer, list(prompt)), stop)
+        coloured = "; what the drafter said is in colour" if console.color_system else ""
         text = str(tokenizer.decode(prompt, skip_special_tokens=True)).strip()
-        say(f"a held-out prompt and its answer with {checkpoint.name}; what the drafter said is in colour:")
+        say(f"a held-out prompt and its answer with {checkpoint.name}{coloured}:")
         say(text if len(text) <= PROMPT_SHOWN else f"…{text[-PROMPT_SHOWN:]}")
         (decoded,) = speculate(
             target,

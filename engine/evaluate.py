@@ -117,15 +117,22 @@ def evaluate_checkpoint(
 
 
 def check_output(report: EvaluationReport) -> None:
-    """Refuse greedy output that is not the target's own, near ties apart.
+    """Refuse greedy output that is not the target's own, near ties apart, and near ties that are too many.
 
     Raises:
-        DifferenceFound: names the first prompt.
+        DifferenceFound: names the first prompt, or the share that differs.
     """
     if report.decoding and (unexplained := report.decoding.unexplained):
         raise DifferenceFound(
             f"greedy output is not the target's own for {len(unexplained)} of {report.decoding.prompts} "
             f"prompts, and no near tie explains it; prompt {unexplained[0].prompt}: {unexplained[0].words}"
+        )
+    if report.decoding and (ties := len(report.decoding.differences)) > report.decoding.near_ties_allowed:
+        raise DifferenceFound(
+            f"greedy output is not the target's own for {ties} of {report.decoding.prompts} prompts; a near "
+            f"tie explains each of them, but rounding leaves no more than "
+            f"{report.decoding.near_ties_allowed}: something else is wrong, such as a state that is not "
+            "rolled back"
         )
 
 

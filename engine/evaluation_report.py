@@ -5,6 +5,7 @@ either the held-out answers are not the target's own, which the agreement beside
 drafting while serving computes something else than training did.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,19 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from engine.errors import InputError
-from engine.whole_files import replace_file
+from engine.errors import DiskError, InputError
+from engine.whole_files import disk_errors, replace_file
 
 DIFFERENCES_SHOWN = 10
+
+NEAR_TIES = 0.2
+"""Share of the prompts that may differ by near ties where answers have `NEAR_TIE_TOKENS` tokens or fewer:
+each token is a chance, so longer answers may differ more often."""
+
+NEAR_TIE_TOKENS = 64
+
+NEAR_TIES_AT_LEAST = 2
+"""So many are let pass whatever their share: of few prompts they say nothing."""
 
 
 @attrs.frozen(kw_only=True)
@@ -100,6 +110,13 @@ class DecodingFigures:
         return self.alone_tokens / self.alone_seconds
 
     @property
+    def near_ties_allowed(self) -> int:
+        """How many prompts may differ by near ties."""
+        length = max(self.alone_tokens / self.prompts, NEAR_TIE_TOKENS)
+        share = 1 - (1 - NEAR_TIES) ** (length / NEAR_TIE_TOKENS)
+        return max(NEAR_TIES_AT_LEAST, round(share * self.prompts))
+
+    @property
     def unexplained(self) -> list[PromptDifference]:
         """Differences that no near tie explains."""
         return [difference for difference in self.differences if not difference.near_tie]
@@ -125,6 +142,40 @@ class EvaluationReport:
                 "alone_tokens_per_s": self.decoding.alone_tokens_per_s,
             }
         return values
+
+
+def check_places(json: Path | None, png: Path | None) -> None:
+    """Refuse files that cannot be written, before minutes are spent on what belongs into them.
+
+    Raises:
+        InputError: a folder that is not there, a folder where the file should be, or no matplotlib.
+    """
+    for flag, path in (("--json", json), ("--png", png)):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise InputError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+        if path.is_dir():
+            raise InputError(f"{flag} {path}: is a folder; name a file in it")
+    if png is not None and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--png: charts need matplotlib; pip install 'dflash-engine[report]'")
+
+
+def write_files(report: EvaluationReport, json: Path | None, png: Path | None) -> None:
+    """Write the figures and the chart that were asked for; one that fails does not keep the other back.
+
+    Raises:
+        DiskError: one or both cannot be written.
+    """
+    failed: list[str] = []
+    for write, path in ((write_json, json), (draw, png)):
+        if path is not None:
+            try:
+                write(report, path)
+            except DiskError as error:
+                failed.append(str(error))
+    if failed:
+        raise DiskError("; ".join(failed))
 
 
 def write_json(report: EvaluationReport, path: Path) -> None:
@@ -185,6 +236,13 @@ def _decoding_lines(decoding: DecodingFigures | None) -> list[str]:
         lines.append(
             f"{decoding.identical} of {decoding.prompts} outputs are the target's own, token for token"
         )
+        if ties := len(decoding.differences) - len(decoding.unexplained):
+            lines.append(
+                f"{ties} of {decoding.prompts} outputs ({ties / decoding.prompts:.1%}) differ by near ties; "
+                f"up to {decoding.near_ties_allowed} are taken for rounding"
+            )
+    else:
+        lines.append("sampled outputs are not compared with the target's own: only greedy ones can be")
     shown = sorted(decoding.differences, key=lambda difference: difference.near_tie)[:DIFFERENCES_SHOWN]
     lines += [f"prompt {difference.prompt}: {difference.words}" for difference in shown]
     if left := len(decoding.differences) - len(shown):
@@ -196,12 +254,10 @@ def draw(report: EvaluationReport, path: Path) -> None:
     """Draw histogram and acceptance by slot to a PNG file.
 
     Raises:
-        InputError: matplotlib is not installed.
+        DiskError: it cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError("--png: charts need matplotlib; pip install 'dflash-engine[report]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     counts, slots = figure.subplots(1, 2)
     parts = {"walk": report.walk, "decoding": report.decoding}
@@ -219,4 +275,5 @@ def draw(report: EvaluationReport, path: Path) -> None:
     for axes in (counts, slots):
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=110, format="png")
+    with disk_errors(path):
+        figure.savefig(path, dpi=110, format="png")

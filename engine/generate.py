@@ -47,6 +47,8 @@ def generate(
     def say(line: str) -> None:
         notes.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
+    if not prompt:  # known before anything is loaded
+        raise InputError("--prompt is empty: give some text to answer, or to go on with")
     name = chosen_device(device)
     with earlier_tuning(name, say):
         pair = load_pair(path, target=target, device=name, say=say)

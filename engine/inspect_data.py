@@ -3,7 +3,7 @@
 Prepared folders, Arrow and Parquet files are read as a run would read them. Conversations are turned
 into documents first, by the same code as `prepare`, in a folder that goes away again. With a schedule
 come the figures that depend on its settings: what is cut, what is too short, how many anchors a
-document gets.
+document gets. A folder that `prepare` split is looked at part by part.
 """
 
 import io
@@ -37,7 +37,7 @@ from engine.data.inspection import (
     sample,
 )
 from engine.data.preparation import prepare
-from engine.data.report import Report
+from engine.data.report import SKIPPED_FILE, Report
 from engine.dflash.anchors import share_anchors, valid_anchor_slots
 from engine.dflash.packing import pack_row
 from engine.errors import DataError, InputError
@@ -90,28 +90,46 @@ def inspect_data(
     """Print what some data is like.
 
     Args:
-        data: documents as a run takes them, or JSONL conversations, or a folder of them.
+        data: documents as a run takes them, or JSONL conversations, or a folder of them; or a folder with
+            the parts `train` and `held_out`, which are shown one after the other.
         schedule: adds the figures of its settings.
         tokenizer: to show text; by default the schedule's target's, or the built-in one where it fits.
         samples: documents to show in full.
-        as_json: figures as one object, and no samples.
+        as_json: figures as one object, and no samples; of two parts, each below its name in `parts`.
 
     Raises:
         InputError: of the kind that fits.
     """
-    looked = look(data, schedule, tokenizer=tokenizer, samples=samples)
+    parts = _parts(resolve(data))
+    names = [f"{data}/{part}" for part in parts] or [data]
     if as_json:
-        found: dict[str, Any] = {
-            "data": data,
-            **attrs.asdict(looked.figures),
-            "limits": attrs.asdict(looked.limits) if looked.limits else None,
-            "anchors": attrs.asdict(looked.anchors) if looked.anchors else None,
-            "rows": _rows(looked.report) if looked.report else None,
-        }
-        output.write(orjson.dumps(found, option=orjson.OPT_INDENT_2).decode() + "\n")
+        found = [_figures(name, look(name, schedule, tokenizer=tokenizer, samples=samples)) for name in names]
+        whole = {"data": data, "parts": dict(zip(parts, found, strict=True))} if parts else found[0]
+        output.write(orjson.dumps(whole, option=orjson.OPT_INDENT_2).decode() + "\n")
         return
-    terminal = output.isatty()
-    print_looked(looked, Console(file=output, width=None if terminal else 120))
+    console = Console(file=output, width=None if output.isatty() else 120)
+    for name in names:
+        if parts:
+            console.print(name, style="bold", markup=False, highlight=False, soft_wrap=True)
+        print_looked(look(name, schedule, tokenizer=tokenizer, samples=samples), console)
+
+
+def _parts(path: Path) -> list[str]:
+    """The folders that `prepare` made where it split the documents; none of other data."""
+    if not path.is_dir() or any(file.name != SKIPPED_FILE for file in path.glob("*.jsonl")):
+        return []
+    return [part for part in ("train", "held_out") if _prepared(path / part)]
+
+
+def _figures(data: str, looked: Looked) -> dict[str, Any]:
+    """What was found, for JSON."""
+    return {
+        "data": data,
+        **attrs.asdict(looked.figures),
+        "limits": attrs.asdict(looked.limits) if looked.limits else None,
+        "anchors": attrs.asdict(looked.anchors) if looked.anchors else None,
+        "rows": _rows(looked.report) if looked.report else None,
+    }
 
 
 def look(data: str, schedule: Schedule | None, *, tokenizer: str | None, samples: int) -> Looked:
@@ -305,4 +323,4 @@ def show_tokens(
 
 
 def _rows(report: Report) -> dict[str, Any]:
-    return {"read": report.rows, "kept": report.kept, "dropped": dict(report.dropped)}
+    return {"read": report.rows, "kept": report.rows_kept, "dropped": dict(report.dropped)}

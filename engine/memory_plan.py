@@ -326,7 +326,7 @@ def _drafter_items(run: _Run, device: str, lanes: int) -> tuple[list[Item], list
         arriving = lanes * run.depth * run.packed_length * run.taps_width * run.drafter_e
         added.append(Item("packed taps that arrive", arriving, ("depth", "data.token_budget")))
     worst = max(lane.phases(to_bfloat16), key=_sum)
-    added += [Item("optimizer state (AdamW's, float32)", lanes * lane.moments, (*more, *apart))]
+    added += [Item("optimizer state (float32)", lanes * lane.moments, (*more, *apart))]
     added += [attrs.evolve(item, bytes=lanes * item.bytes) for item in worst]
     return held, added
 

@@ -125,13 +125,19 @@ def wide_console() -> Console:
     return Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 
 
-def print_plan(plan: RunPlan, console: Console) -> None:
-    """What is about to happen: lanes, sizes, steps, batches, memory."""
+def print_plan(plan: RunPlan, console: Console, steps: int | None = None) -> None:
+    """What is about to happen: lanes, sizes, steps, batches, memory.
+
+    Args:
+        steps: after so many the run stops, the schedule's end or not.
+    """
     config = plan.drafter_config
+    short = steps is not None and steps < plan.total_steps
+    of = f"{steps} of {plan.total_steps}" if short else str(plan.total_steps)
     console.print(
         f"target {plan.summary.model_type}, {plan.summary.layers} layers, "
         f"taps {list(config.target_layer_ids)}; drafter {config.layers} layers, block {config.block_size}, "
-        f"attention {plan.recipe.backend}; {plan.total_steps} steps of {plan.graph.micro_batches} "
+        f"attention {plan.recipe.backend}; {of} steps of {plan.graph.micro_batches} "
         f"micro-batches on {', '.join(lane.name for lane in plan.graph.lanes)}",
         markup=False,
         highlight=False,

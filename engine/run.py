@@ -135,7 +135,7 @@ def _run(
     check_run_folder(output, resume=resume, overwrite=overwrite)
     torch.set_num_threads(schedule.run.cpu_threads)
     plan = plan_run(schedule, one_lane_each=plain)
-    print_plan(plan, console)
+    print_plan(plan, console, steps)
     console.print(str(shape_buckets(plan)), highlight=False, soft_wrap=True)
     most = None if schedule.run.gpu_memory_gb is None else int(schedule.run.gpu_memory_gb * GB)
     check_fits(plan.memory, free_memory(plan.memory.devices, most), force)

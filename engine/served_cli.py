@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from engine.command_choices import one_of
+
 served_app = typer.Typer()
 
 Checkpoint = Annotated[
@@ -41,8 +43,9 @@ def evaluate_command(
     from rich.console import Console
 
     from engine.evaluate import check_output, evaluate_checkpoint
-    from engine.evaluation_report import draw, print_report, write_json
+    from engine.evaluation_report import check_places, print_report, write_files
 
+    check_places(json, png)
     notes = Console(stderr=True)
     report = evaluate_checkpoint(
         checkpoint,
@@ -59,10 +62,7 @@ def evaluate_command(
         say=lambda line: notes.print(line, markup=False, highlight=False, soft_wrap=True),
     )
     print_report(report, Console())
-    if json:
-        write_json(report, json)
-    if png:
-        draw(report, png)
+    write_files(report, json, png)
     check_output(report)
 
 
@@ -113,7 +113,11 @@ def export_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="where to; made")],
     format_: Annotated[
         Literal["dflash", "speculators"],
-        typer.Option("--format", help="as SGLang and vLLM read it, or as the speculators library does"),
+        typer.Option(
+            "--format",
+            help="as SGLang and vLLM read it, or as the speculators library does",
+            **one_of("dflash", "speculators"),
+        ),
     ] = "dflash",
     target: TargetOption = None,
     target_name: Annotated[

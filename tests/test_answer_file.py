@@ -30,6 +30,44 @@ def test_answers_of_other_settings_are_not_taken_up(tmp_path: Path) -> None:
         assert file.get([1, 2]) == [3, END] and file.get([1]) is None
 
 
+def test_answers_of_another_attempt_are_told_with_what_was_asked_of_it(tmp_path: Path) -> None:
+    def left(output: str, **settings: object) -> Path:
+        file = AnswerFile(tmp_path / output, settings, lambda line: None)
+        with pytest.raises(RuntimeError), file:
+            file.add([[1], [2]], [[3, END], [4, END]])
+            file.add([[5]], [[6, END]])
+            raise RuntimeError
+        return file.path
+
+    other = left("out", temperature=0.7, seed=1, most=64)
+    left("output", temperature=0.7)
+    says: list[str] = []
+    with AnswerFile(tmp_path / "out", {"temperature": 0.0, "seed": 1, "most": 32}, says.append):
+        pass
+    assert len(says) == 1
+    assert says[0].startswith(f"another attempt (most 64, temperature 0.7) left 3 answers in {other};")
+    assert other.exists()
+    first, *rest = other.read_bytes().splitlines(keepends=True)
+    other.write_bytes(b"".join(rest))
+    says.clear()
+    with AnswerFile(tmp_path / "out", {"temperature": 0.0}, says.append):
+        pass
+    assert "another attempt (its settings are not known) left 3 answers" in says[0]
+
+
+def test_a_first_line_that_a_kill_cut_off_is_written_again(tmp_path: Path) -> None:
+    file = AnswerFile(tmp_path / "out", {"seed": 1}, lambda line: None)
+    file.path.write_bytes(b'{"settings":{"se')
+    with pytest.raises(RuntimeError), file:
+        file.add([[1]], [[3, END]])
+        raise RuntimeError
+    assert file.path.read_bytes().startswith(b'{"settings":{"seed":1}}\n[')
+    says: list[str] = []
+    with AnswerFile(tmp_path / "out", {"seed": 1}, says.append) as again:
+        assert again.get([1]) == [3, END]
+    assert says == [f"1 answer of an earlier attempt, from {file.path}"]
+
+
 def test_what_a_kill_left_of_a_batch_is_gone_before_the_next_is_written(tmp_path: Path) -> None:
     def keep(prompt: list[int], answer: list[int]) -> AnswerFile:
         file = AnswerFile(tmp_path / "out", {}, lambda line: None)

@@ -12,9 +12,10 @@ from small_runs import VOCAB, small_project, write_config
 from torch import nn
 from typer.testing import CliRunner
 
-from engine.bench import opened
+from engine.bench import SCHEDULES, in_words, opened, per_second
 from engine.bench_floor import Operations, drafter_operations, layer_kinds, target_operations
 from engine.bench_measure import Work, in_turns, product_work
+from engine.bench_target import layers_in_words
 from engine.bench_variants import plugin_use
 from engine.cli import app
 from engine.dflash.anchors import Anchors
@@ -24,6 +25,7 @@ from engine.errors import InputError, NonFinite, TargetError
 from engine.runtime.graph import LaneSpec
 from engine.runtime.lane import Lane
 from engine.runtime.side_by_side import side_by_side
+from engine.schedule import load_schedule
 from engine.target.loading import load_target
 
 LANE = LaneSpec("target", 0, "cpu")
@@ -140,11 +142,14 @@ def test_milliseconds_of_operations_are_told_by_kind() -> None:
 
 def test_works_are_timed_in_turns_and_each_ones_median_is_kept() -> None:
     order: list[str] = []
+    said: list[str] = []
     works = {name: Work(call=lambda _, name=name: order.append(name)) for name in "ab"}
     lane = Lane(LANE)
     with lane.active():
-        readings = in_turns(lane, works, repeats=3, warm_up=1)
+        readings = in_turns(lane, works, repeats=3, warm_up=1, say=said.append)
     assert order == ["a", "b"] * 4
+    assert [line.partition(":")[0] for line in said] == ["warm-up 1", *(f"round {n} of 3" for n in (1, 2, 3))]
+    assert all("a 0.0 ms, b " in line for line in said)
     assert readings["a"].repeats == 3 and readings["a"].peak_gb is None
     assert readings["a"].least_ms <= readings["a"].ms <= readings["a"].most_ms
 
@@ -231,6 +236,7 @@ def test_bench_drafter_measures_forward_and_backward(project: Path, tmp_path: Pa
     assert row["times_floor"] == pytest.approx(row["ms"] / figures["floor_ms"]["total"])
     assert figures["context"] == 1024 and figures["anchors"] == 12
     assert "no plugin wraps the drafter" in printed
+    assert "thousand parameters" in printed and "GFLOP/s" in printed
 
 
 def test_bench_launch_says_what_it_could_not_measure(project: Path, tmp_path: Path) -> None:
@@ -261,6 +267,29 @@ def test_a_large_target_on_a_cpu_is_refused_with_advice(what: str) -> None:
     message = r"builtin:qwen3.6-27b has about 2\d.\d billion weights and torch sees no GPU.*--config FOLDER"
     with pytest.raises(InputError, match=message):
         CliRunner().invoke(app, ["bench", what], catch_exceptions=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused where there is no GPU")
+@pytest.mark.parametrize("what", ["drafter", "run"])
+def test_a_large_drafter_on_a_cpu_is_refused_with_advice(what: str, tmp_path: Path) -> None:
+    target = write_config(tmp_path / "small", num_hidden_layers=8)
+    message = r"drafter of qwen3_6_27b_1gpu.toml has about [\d.]+ million weights .*--schedule schedules/"
+    with pytest.raises(InputError, match=message):
+        CliRunner().invoke(app, ["bench", what, "--config", str(target)], catch_exceptions=False)
+
+
+def test_a_built_in_target_brings_the_schedule_that_trains_it() -> None:
+    with opened("drafter", config="builtin:tiny-hybrid", schedule=None, overrides=[]) as made:
+        demo = load_schedule(SCHEDULES / "sequential_target_parallel_drafter.toml")
+        assert made.schedule.drafter == demo.drafter
+        assert made.schedule.data.token_budget == demo.data.token_budget
+
+
+def test_units_leave_digits_to_read() -> None:
+    assert in_words(996_864) == "997 thousand" and in_words(1.73e9) == "1.73 billion"
+    assert per_second(101.2e9) == "101.2 GFLOP/s" and per_second(680.6e12) == "680.6 TFLOP/s"
+    assert layers_in_words(3, 4) == "3 of 4 layers (cut behind the last tap)"
+    assert layers_in_words(4, 4) == "4 layers"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,24 @@ def project(tmp_path: Path) -> Path:
     return small_project(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "words, there_are",
+    [
+        (["export", "runs/latest", "there", "--format", "gguf"], "dflash, speculators"),
+        (["prepare", "in.jsonl", "--output", "there", "--answers", "gguf"], "all, last, target"),
+        (["prepare", "in.jsonl", "--output", "there", "--dtype", "gguf"], "bfloat16, float32"),
+    ],
+    ids=["format", "answers", "dtype"],
+)
+def test_a_word_that_an_option_does_not_know_is_told_with_those_it_does(
+    capsys, monkeypatch, words: list[str], there_are: str
+) -> None:
+    code, output = engine(capsys, monkeypatch, *words)
+    said = " ".join(output.replace("│", " ").split())
+    assert code == 2 and f"there is no 'gguf'; there are {there_are}" in said
+    assert "Value error" not in said
+
+
 BAD_SETTINGS = [
     ("train.lrr=1e-3", ["train.lrr", "did you mean", "train.lr"]),
     ("serialise.launches=tune", ["serialise"]),

@@ -21,8 +21,8 @@ from engine.data.documents import (
     split_by_answer,
     write_documents,
 )
+from engine.data.fresh_folder import INCOMPLETE
 from engine.data.manifest import MANIFEST, read_manifest
-from engine.data.shards import INCOMPLETE
 from engine.errors import DataError, DiskError
 
 Rows = list[tuple[list[int], list[int]]]

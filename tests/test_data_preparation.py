@@ -2,9 +2,12 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from rich.console import Console
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -12,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from engine.data.chat import load_tokenizer, tokenizer_fingerprint
 from engine.data.documents import Documents, assert_disjoint, open_documents
+from engine.data.fresh_folder import fresh_folder
 from engine.data.preparation import prepare
 from engine.data.report import Report
 from engine.errors import DataError
@@ -410,8 +414,55 @@ def test_the_held_out_part_shares_no_answer_with_training(tmp_path: Path, folder
     assert set(report.manifests) == {"train", "held_out"}
     assert train.manifest is not None and held_out.manifest is not None
     assert "held_out" in printed
+    assert (
+        f"held out: {len(held_out)} of 300 documents, {len(held_out) / 300:.1%}; 20.0% were asked for"
+        in printed
+    )
     with pytest.raises(DataError, match="name one of the folders in it: held_out, train"):
         open_documents(tmp_path / "out")
+
+
+def test_a_held_out_share_that_was_missed_by_far_is_told() -> None:
+    few = summarised(3)
+    report = Report(Path("out"), kept=100, held_out=0.02, manifests={"held_out": few})
+    assert report.shares() == "held out: 3 of 100 documents, 3.0%; 2.0% were asked for"
+    missed = attrs.evolve(report, held_out=0.2).shares()
+    assert missed and "20.0% were asked for, and the split by answer misses it where" in missed
+    assert attrs.evolve(report, held_out=None).shares() is None
+
+
+def summarised(documents: int) -> Any:
+    return type("Written", (), {"documents": documents})()
+
+
+def test_what_a_killed_process_was_writing_goes_at_the_next_start(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from engine.data.fresh_folder import fresh_folder\n"
+        "with fresh_folder(Path(sys.argv[1])) as partial:\n"
+        "    (partial / 'rows').write_text('x'); print(partial, flush=True); time.sleep(600)\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        partial = Path(other.stdout.readline().strip())
+        with fresh_folder(tmp_path / "out"):
+            assert (partial / "rows").exists()  # its process lives
+    finally:
+        other.kill()
+        other.wait()
+    (tmp_path / "out" / "rows").touch()
+    mine = tmp_path / ".out.partial-notes"
+    mine.mkdir()
+    assert partial.exists()
+    with pytest.raises(DataError, match="holds files"), fresh_folder(tmp_path / "out"):
+        pass
+    with fresh_folder(tmp_path / "output"):
+        assert partial.exists()  # of another name
+    (tmp_path / "out" / "rows").unlink()
+    with fresh_folder(tmp_path / "out"):
+        assert not partial.exists() and mine.exists()
 
 
 def test_a_held_out_share_that_leaves_a_side_empty_is_refused(

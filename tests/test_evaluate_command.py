@@ -17,9 +17,16 @@ from test_commands import engine
 
 from engine.dflash.decoding import walk
 from engine.dflash.speculation import Decoded, speculate
-from engine.errors import CheckpointError, InputError
-from engine.evaluate import decode_documents, evaluate_checkpoint, own_tokens_and_taps
-from engine.evaluation_report import Acceptance, EvaluationReport, print_report
+from engine.errors import CheckpointError, DifferenceFound, DiskError, InputError
+from engine.evaluate import check_output, decode_documents, evaluate_checkpoint, own_tokens_and_taps
+from engine.evaluation_report import (
+    Acceptance,
+    DecodingFigures,
+    EvaluationReport,
+    PromptDifference,
+    print_report,
+    write_files,
+)
 from engine.planning import plan_run
 from engine.run import run
 from engine.run_folder import resolve_checkpoint
@@ -136,6 +143,69 @@ def test_output_that_is_not_the_targets_own_ends_with_7_and_is_explained(
     assert orjson.loads((tmp_path / "f.json").read_bytes())["decoding"]["identical"] == 11
 
 
+def differing(ties: int, prompts: int, *, tokens: int = 20, unexplained: int = 0) -> EvaluationReport:
+    found = [
+        PromptDifference(prompt=place, words="token 3 is 1 and not 2", near_tie=place >= unexplained)
+        for place in range(ties)
+    ]
+    decoding = DecodingFigures(
+        acceptance=Acceptance.of([2], [1], 4),
+        prompts=prompts,
+        batch=8,
+        temperature=0.0,
+        tokens=prompts * tokens,
+        seconds=1.0,
+        alone_tokens=prompts * tokens,
+        alone_seconds=1.0,
+        ended=0,
+        identical=prompts - ties,
+        differences=tuple(found),
+    )
+    return EvaluationReport(
+        checkpoint=Path("c"), target=Path("t"), device="cpu", block_size=4, walk=None, decoding=decoding
+    )
+
+
+def test_near_ties_are_told_and_too_many_of_them_are_no_rounding() -> None:
+    screen = io.StringIO()
+    print_report(differing(4, 200), Console(file=screen, width=150))
+    assert "4 of 200 outputs (2.0%) differ by near ties; up to 40 are taken for rounding" in screen.getvalue()
+    check_output(differing(40, 200))
+    with pytest.raises(DifferenceFound, match="for 41 of 200 prompts; a near tie explains each of them, but"):
+        check_output(differing(41, 200))
+    check_output(differing(2, 3))  # of so few a share says nothing
+    with pytest.raises(DifferenceFound, match="for 3 of 3 prompts"):
+        check_output(differing(3, 3))
+    check_output(differing(90, 200, tokens=256))  # four times the chances
+    with pytest.raises(DifferenceFound, match="no more than 118"):
+        check_output(differing(130, 200, tokens=256))
+    with pytest.raises(DifferenceFound, match="for 1 of 200 prompts, and no near tie"):
+        check_output(differing(9, 200, unexplained=1))
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    capsys, monkeypatch, trained: Path, tmp_path: Path
+) -> None:
+    def measured(*arguments: Any, **options: Any) -> EvaluationReport:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("engine.evaluate.evaluate_checkpoint", measured)
+    for flag in ("--json", "--png"):
+        code, output = engine(capsys, monkeypatch, "evaluate", trained, flag, tmp_path / "none" / "f")
+        assert code == 2 and flag in output and "there is no folder" in output, output
+        code, output = engine(capsys, monkeypatch, "evaluate", trained, flag, tmp_path)
+        assert code == 2 and "is a folder" in output, output
+
+
+def test_figures_and_chart_are_written_independently_of_each_other(tmp_path: Path) -> None:
+    report, gone = differing(0, 4), tmp_path / "gone"
+    for json, png in ((gone / "f.json", tmp_path / "f.png"), (tmp_path / "f.json", gone / "f.png")):
+        with pytest.raises(DiskError, match="gone"):
+            write_files(report, json, png)
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
+    assert orjson.loads((tmp_path / "f.json").read_bytes())["decoding"]["prompts"] == 4
+
+
 def test_sampling_compares_nothing_and_repeats_whatever_the_batch(trained: Path) -> None:
     pair = load_pair(trained, device="cpu")
     documents = held_out_documents(pair, None, 6)
@@ -147,6 +217,11 @@ def test_sampling_compares_nothing_and_repeats_whatever_the_batch(trained: Path)
 
     one, other = sampled(batch=6, seed=1), sampled(batch=4, seed=1)
     assert one.identical is None and not one.differences
+    screen = io.StringIO()
+    print_report(attrs.evolve(differing(0, 6), decoding=one), Console(file=screen, width=150))
+    assert (
+        "at temperature 0.8" in screen.getvalue() and "sampled outputs are not compared" in screen.getvalue()
+    )
     assert one.acceptance == other.acceptance and one.tokens == other.tokens
     assert one.acceptance != sampled(batch=6, seed=2).acceptance
 

@@ -133,13 +133,14 @@ def test_sampling_repeats_with_its_seed(trained: Path) -> None:
 @pytest.mark.parametrize(
     "options, words",
     [
+        (["--prompt", ""], ["--prompt is empty"]),
         (["--prompt", "", "--no-chat"], ["--prompt is empty"]),
         (["--prompt", f"w5 {WORDS[MASK]}"], ["mask token 95"]),
         (["--prompt", "w5", "--max-new-tokens", "600"], ["--max-new-tokens 600", "512 positions"]),
         (["--prompt", "w5", "--no-chat", "--template", "a=1"], ["--template", "--no-chat"]),
         (["--prompt", "w5", "--device", "cuda:99"], ["cuda:99"]),
     ],
-    ids=["empty", "mask token", "too long", "template without chat", "device"],
+    ids=["empty", "empty without chat", "mask token", "too long", "template without chat", "device"],
 )
 def test_what_cannot_be_answered_ends_with_2(
     capsys, monkeypatch, trained: Path, options: list[str], words: list[str]
@@ -195,6 +196,7 @@ def test_a_run_ends_with_a_coloured_sample_and_its_acceptance(tmp_path: Path) ->
     screen = terminal()
     run(load_schedule(path, [*settings, "run.eval_every=30"]), output=tmp_path / "run", console=screen)
     _, _, sample = written(screen).rpartition("a held-out prompt and its answer with step_000030")
+    assert "what the drafter said is in colour" in sample
     assert GREEN in sample and "accepted length" in sample and "of 4 over" in sample
     assert written(screen).rstrip().endswith(f"tokens/s{PLAIN}")
 
@@ -234,6 +236,11 @@ def sampled(finished: tuple[TrainingParts, Path]) -> str:
     screen = Console(file=io.StringIO(), width=200)
     print_sample(*finished, screen)
     return written(screen)
+
+
+def test_nothing_is_said_about_colour_where_there_is_none(finished: tuple[TrainingParts, Path]) -> None:
+    text = sampled(finished)
+    assert "a held-out prompt and its answer with step_000001:" in text and "colour" not in text
 
 
 def fails(error: BaseException) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from engine.builtin import HELD_OUT, TINY_HYBRID, resolve
 from engine.data.chat import load_tokenizer
 from engine.data.documents import open_documents
 from engine.data.inspection import distribution, inspect_documents, inspect_limits, sample
+from engine.data.preparation import prepare
 from engine.data.shards import write_documents
 from engine.dflash.anchors import draw_anchors
 from engine.dflash.packing import pack_row
@@ -127,6 +128,29 @@ def test_conversations_are_inspected_as_prepare_would_make_them(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl"]
     with pytest.raises(InputError, match="--tokenizer"):
         printed(tmp_path / "chats.jsonl")
+
+
+def test_what_prepare_split_is_shown_part_by_part(tmp_path: Path) -> None:
+    rows: list[Any] = [{"messages": []}]
+    for number in range(40):
+        turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": f"answer {number}"}]
+        rows.append({"messages": turns})
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = prepare(
+        [tmp_path / "chats.jsonl"],
+        resolve(TINY_HYBRID),
+        tmp_path / "data",
+        held_out=0.3,
+        max_bad=1.0,
+        console=Console(file=io.StringIO()),
+    )
+    assert (tmp_path / "data" / "skipped.jsonl").stat().st_size
+    counts = {part: manifest.documents for part, manifest in made.manifests.items()}
+    text = printed(tmp_path / "data", samples=1)
+    for part, count in counts.items():
+        assert f"{tmp_path}/data/{part}\n" in text and f"{count} documents" in text
+    found = json.loads(printed(tmp_path / "data", as_json=True))
+    assert {part: one["documents"] for part, one in found["parts"].items()} == counts
 
 
 def test_raw_parquet_is_inspected_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

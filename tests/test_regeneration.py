@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -18,11 +19,11 @@ from rich.console import Console
 from engine import cli
 from engine.builtin import TINY_HYBRID, resolve
 from engine.builtin.text import conversation
+from engine.data.chat import BadRow, Tokens, load_tokenizer
 from engine.data.chat import decode as decode_text
-from engine.data.chat import load_tokenizer
 from engine.data.documents import Documents, open_documents
 from engine.data.manifest import read_manifest
-from engine.data.preparation import prepare
+from engine.data.preparation import DUPLICATE, _keep, prepare
 from engine.data.regeneration import AnswerWriter, settings_of
 from engine.data.report import Report
 from engine.regenerate import answer_writer
@@ -194,9 +195,9 @@ def test_after_a_kill_the_same_command_writes_what_is_missing_and_ends_as_if_unb
     assert subprocess.run(command, capture_output=True).returncode == -9
     assert not (folder / "out").exists()
     (kept,) = folder.glob(".out.answers-*.jsonl")
-    lines = kept.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 2 * (4 + 1)
-    kept.write_bytes(b"".join(lines) + lines[0] + lines[1][:9])  # a batch that was being written
+    settings, *lines = kept.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 2 * (4 + 1) and b"scripted" in settings
+    kept.write_bytes(settings + b"".join(lines) + lines[0] + lines[1][:9])  # a batch that was being written
 
     asked: list[list[int]] = []
 
@@ -205,7 +206,7 @@ def test_after_a_kill_the_same_command_writes_what_is_missing_and_ends_as_if_unb
         return [echo(prompt) for prompt in prompts]
 
     report, printed = run(folder, rows, scripted(echo, decode=decode))
-    assert "8 answers are there already" in printed and "8 of them by an earlier attempt" in printed
+    assert "8 answers of an earlier attempt" in printed and "8 of them by an earlier attempt" in printed
     assert len(asked) == 27 - 8 and report.rows == 20
     assert open_documents(folder / "out").fingerprint == whole
     assert not kept.exists()
@@ -228,7 +229,7 @@ def test_an_interruption_keeps_the_answers_and_says_so(tmp_path: Path) -> None:
             answer_writer=scripted(echo, decode=decode),
             console=Console(file=screen),
         )
-    assert "8 answers are kept in" in screen.getvalue()
+    assert "8 answers kept in" in screen.getvalue()
     assert not (tmp_path / "out").exists()
 
 
@@ -318,13 +319,34 @@ def test_a_template_that_rewrites_what_was_said_gives_a_document_per_turn(tmp_pa
     ]
     report, printed = run(tmp_path, rows, scripted(lambda prompt: [*thought, END]), tmp_path / "tokenizer")
     assert (report.rows, report.kept) == (2, 3)
-    assert "1 turns began a document of their own" in printed
+    assert "3 answers of" in printed and "1 turn began another document" in printed
     found = list(answers(open_documents(tmp_path / "out")))
     assert [answer for _, answer in found] == [[*thought, END]] * 3
     again = [turns[0], {"role": "assistant", "content": "hm</think>yes"}, turns[1]]
     text = tokenizer.apply_chat_template(again, tokenize=False, add_generation_prompt=True)
     assert "hm" not in text
     assert found[1][0] == tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_rows_kept_and_dropped_are_all_rows_where_turns_become_documents(tmp_path: Path) -> None:
+    def kept_apart(turns: list[str]) -> tuple[str, list[Tokens | BadRow]]:
+        ids = [(np.array([1, *map(ord, turn)]), np.array([False] + [True] * len(turn))) for turn in turns]
+        return "".join(turns), [Tokens(*one) for one in ids]
+
+    rows = [kept_apart(turns) for turns in (["a", "b"], ["b", "c"], ["a", "c"], ["d"])]
+    report = Report(tmp_path)
+    given = [(where, document) for where, documents in rows for document in documents]
+    kept = _keep([*given, ("bad", BadRow("no good"))], None, set(), report)
+    report.kept = len(kept)
+    assert (report.rows, report.rows_kept, report.kept) == (5, 3, 4)
+    assert report.rows_kept + sum(report.dropped.values()) == report.rows
+    assert report.dropped == {DUPLICATE: 1, "no good": 1} and report.left_out == {DUPLICATE: 1}
+    assert len(report.skipped) == 1
+    screen = io.StringIO()
+    Console(file=screen, width=100).print(report.tables()[0])
+    words = " ".join(screen.getvalue().split())
+    assert "kept │ 3" in words and "documents these gave │ 4" in words
+    assert f"documents left out of them: {DUPLICATE} │ 1" in words
 
 
 def test_equal_prompts_are_answered_once(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from engine.dflash.finite import BadStepsInARow
 from engine.errors import CheckpointError, NonFinite
 from engine.plain import evaluate_held_out, train_step
 from engine.planning import plan_run
+from engine.report import print_plan
 from engine.run import RunResult, run
 from engine.run_folder import resolve_checkpoint
 from engine.schedule import load_schedule
@@ -49,6 +50,18 @@ def unbroken(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "unbroken"
     trained(project, output)
     return output
+
+
+@pytest.mark.parametrize(
+    "steps, words", [(2, "; 2 of 6 steps of"), (6, "; 6 steps of"), (None, "; 6 steps of")]
+)
+def test_a_run_that_stops_early_heads_with_its_steps_of_all(
+    project: Path, steps: int | None, words: str
+) -> None:
+    console = Console(file=io.StringIO(), width=400)
+    print_plan(plan_run(load_schedule(project)), console, steps)
+    assert isinstance(console.file, io.StringIO)
+    assert words in console.file.getvalue() and "AdamW" not in console.file.getvalue()
 
 
 def test_a_run_leaves_the_folder_that_the_design_names(unbroken: Path) -> None:

@@ -3,7 +3,8 @@
 An answer is a line, a batch ends with an empty one. Lines behind the last whole batch were cut off by
 a kill and are dropped, so that a batch is answered anew in the company it had. Of an answer only its
 place stays in memory: those of a large data set would not fit. The name holds a hash of everything
-an answer depends on besides its prompt, so answers of two targets or temperatures never mix.
+an answer depends on besides its prompt, so answers of two targets or temperatures never mix; the first
+line holds the same in words, so that an attempt with other settings can say which those were.
 """
 
 import fcntl
@@ -17,10 +18,13 @@ from typing import Any, Self
 import numpy as np
 import orjson
 
+from engine.data.report import counted
 from engine.data.shards import hash63
 from engine.errors import DataError, DiskError
 
 _BATCH_END = b"[]\n"
+_SETTINGS = b'{"settings":'
+_SHOWN = 40  # characters of a setting's value
 
 
 class AnswerFile:
@@ -35,7 +39,9 @@ class AnswerFile:
         """
         key = hash63(orjson.dumps(dict(settings), option=orjson.OPT_SORT_KEYS))
         output = Path(os.path.abspath(output))
-        self.path = output.with_name(f".{output.name}.answers-{key:016x}.jsonl")
+        self._beginning = f".{output.name}.answers-"
+        self.path = output.with_name(f"{self._beginning}{key:016x}.jsonl")
+        self._settings = dict(settings)
         self._say = say
         self._places: dict[int, tuple[int, int]] = {}  # prompt → offset and bytes of its line
         self._file: FileIO | None = None
@@ -45,13 +51,48 @@ class AnswerFile:
             pass  # another process ended in between: each turn is one process that got done
         self._file = file
         try:
-            file.truncate(self._find())
+            whole = self._find()
+            file.truncate(whole)
+            if not whole:
+                file.write(_SETTINGS + orjson.dumps(self._settings, option=orjson.OPT_SORT_KEYS) + b"}\n")
+        except OSError as error:
+            file.close()
+            raise DiskError(f"{self.path}: cannot be written ({error}); make room and try again") from error
         except BaseException:
             file.close()
             raise
         if self._places:
-            self._say(f"{len(self)} answers are there already, from {self.path}")
+            self._say(f"{counted(len(self), 'answer')} of an earlier attempt, from {self.path}")
+        self._tell_others()
         return self
+
+    def _tell_others(self) -> None:
+        """Name the files of attempts with other settings: nobody would look for hidden ones."""
+        for path in sorted(self.path.parent.iterdir()):
+            if not path.name.startswith(self._beginning) or path == self.path or path.suffix != ".jsonl":
+                continue
+            try:
+                with path.open("rb") as file:
+                    first = file.readline()
+                    answers = first.startswith(b"[") + sum(line != _BATCH_END for line in file)
+            except OSError:  # its process is done with it by now
+                continue
+            if answers:
+                self._say(
+                    f"another attempt ({self._differing(first)}) left {counted(answers, 'answer')} in "
+                    f"{path}; its own settings go on from there, or delete it"
+                )
+
+    def _differing(self, line: bytes) -> str:
+        """How the settings in a file's first line differ from these."""
+        try:
+            settings = orjson.loads(line)["settings"]
+        except (orjson.JSONDecodeError, TypeError, KeyError):
+            return "its settings are not known"
+        names = [name for name in settings if settings[name] != self._settings.get(name)]
+        return (
+            ", ".join(f"{name} {str(settings[name])[:_SHOWN]}" for name in names) or "settings left out since"
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -60,7 +101,9 @@ class AnswerFile:
         if kind is None or not self._places:
             self.path.unlink(missing_ok=True)
         else:
-            self._say(f"{len(self)} answers are kept in {self.path}; the same command goes on from there")
+            self._say(
+                f"{counted(len(self), 'answer')} kept in {self.path}; the same command goes on from there"
+            )
         if self._file is not None:
             self._file.close()
 
@@ -135,6 +178,9 @@ class AnswerFile:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
+                if number == 1 and line.startswith(_SETTINGS):
+                    whole = offset = len(line)
+                    continue
                 try:
                     entry = orjson.loads(line)
                     if entry:

@@ -14,8 +14,9 @@ import pyarrow as pa
 import torch
 from attrs import evolve, frozen
 
+from engine.data.fresh_folder import INCOMPLETE
 from engine.data.manifest import MANIFEST, Manifest, documents_fingerprint, read_manifest
-from engine.data.shards import INCOMPLETE, answer_id, content_id, hash63, row_complaint, write_documents
+from engine.data.shards import answer_id, content_id, hash63, row_complaint, write_documents
 from engine.data.sources import Part, convert, corrupt, list_files, map_parts, stream_parts
 from engine.errors import DataError
 from engine.randomness import stateless_hash

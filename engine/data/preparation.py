@@ -10,6 +10,7 @@ The output folder appears only when everything went well.
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,9 +31,10 @@ from engine.data.chat import (
     vocabulary_size,
 )
 from engine.data.documents import in_held_out
+from engine.data.fresh_folder import fresh_folder
 from engine.data.regeneration import AnswerWriter, RegeneratingReader, settings_of
 from engine.data.report import Report, Skipped, print_report, show_document, write_skipped
-from engine.data.shards import ShardWriter, answer_id, content_id, first_label, fresh_folder
+from engine.data.shards import ShardWriter, answer_id, content_id, first_label
 from engine.errors import DataError
 
 DUPLICATE = "duplicate of an earlier row"
@@ -88,7 +90,7 @@ def prepare(
     output = Path(output)
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     reader: _RowReader | RegeneratingReader
-    report = Report(output)
+    report = Report(output, held_out=held_out)
     parts = ["train"] if held_out is None else ["train", "held_out"]
     sources: dict[str, dict[str, Any]] = {
         part: {"files": [file.name for file in files], "part": part} for part in parts
@@ -240,24 +242,31 @@ def _keep(
 ) -> list[Tokens]:
     """The rows to write, cut to `max_length`; the others are counted in the report."""
     kept: list[Tokens] = []
-    report.rows += len({where for where, _ in rows})  # a row may give several documents
-    for where, row in rows:
-        if isinstance(row, BadRow):
-            report.dropped[row.reason] += 1
-            report.skipped.append(Skipped(where, row.reason, row.detail, row.template))
-            continue
-        cut = max_length is not None and len(row.input_ids) > max_length
-        if cut:
-            row = Tokens(row.input_ids[:max_length], row.loss_mask[:max_length])
-        identity = content_id(row.input_ids, row.loss_mask)
-        if first_label(row.loss_mask) < 0:
-            report.dropped[NOTHING_LEFT] += 1
-        elif identity in seen:
-            report.dropped[DUPLICATE] += 1
+    for where, documents in groupby(rows, key=lambda row: row[0]):  # a row may give several
+        report.rows += 1
+        before, reasons = len(kept), []
+        for _, row in documents:
+            if isinstance(row, BadRow):
+                reasons.append(row.reason)
+                report.skipped.append(Skipped(where, row.reason, row.detail, row.template))
+                continue
+            cut = max_length is not None and len(row.input_ids) > max_length
+            if cut:
+                row = Tokens(row.input_ids[:max_length], row.loss_mask[:max_length])
+            identity = content_id(row.input_ids, row.loss_mask)
+            if first_label(row.loss_mask) < 0:
+                reasons.append(NOTHING_LEFT)
+            elif identity in seen:
+                reasons.append(DUPLICATE)
+            else:
+                seen.add(identity)
+                report.cut += cut
+                kept.append(row)
+        if len(kept) > before:
+            report.rows_kept += 1
+            report.left_out.update(reasons)
         else:
-            seen.add(identity)
-            report.cut += cut
-            kept.append(row)
+            report.dropped[reasons[0]] += 1
     return kept
 
 

@@ -38,6 +38,7 @@ from engine.data.chat import (
     tokenizer_fingerprint,
     vocabulary_size,
 )
+from engine.data.report import counted
 from engine.errors import EngineError
 
 Decode = Callable[[list[list[int]], int], list[list[int]]]
@@ -201,9 +202,9 @@ class RegeneratingReader:
         found = f", {counts.resumed:,} of them by an earlier attempt" if counts.resumed else ""
         agreement = "" if self._agreement is None else f"; target agreement {self._agreement:.3f}"
         return (
-            f"{counts.answers:,} answers of {counts.tokens:,} tokens by the target{found}; "
-            f"{counts.unfinished:,} reached a limit and stand without an end; {counts.split:,} turns began a "
-            f"document of their own, their prompt being no continuation{agreement}"
+            f"{counted(counts.answers, 'answer')} of {counted(counts.tokens, 'token')} by the target{found}; "
+            f"{counts.unfinished:,} reached a limit and lack an end; {counted(counts.split, 'turn')} began "
+            f"another document, the prompt being no continuation{agreement}"
         )
 
     def _parse(self, where: str, line: bytes) -> _Conversation:

@@ -45,13 +45,20 @@ class Report:
 
     output: Path
     rows: int = 0
+    rows_kept: int = 0
+    """Rows that gave a document; together with `dropped` these are all rows."""
     kept: int = 0
+    """Documents written: more than rows where a turn became a document of its own."""
     cut: int = 0
-    """Kept rows that were longer than `max_length`."""
+    """Documents that were longer than `max_length`."""
     dropped: Counter[str] = field(factory=Counter)
     """Rows by reason: the bad ones, and good ones that are duplicates or have nothing to learn."""
+    left_out: Counter[str] = field(factory=Counter)
+    """Documents that kept rows gave besides, by the reason they were not written."""
     skipped: list[Skipped] = field(factory=list)
     """The bad rows alone."""
+    held_out: float | None = None
+    """The share that was asked for."""
     manifests: dict[str, Manifest] = field(factory=dict)
     """Of "train" and, where a held-out part was asked for, of "held_out"."""
 
@@ -60,8 +67,12 @@ class Report:
         fate = Table(title=f"{self.rows} rows read")
         fate.add_column("rows")
         fate.add_column("number", justify="right")
-        fate.add_row("kept", str(self.kept))
+        fate.add_row("kept", str(self.rows_kept))
+        if self.kept != self.rows_kept or self.left_out:
+            fate.add_row("  documents these gave", str(self.kept))
         fate.add_row("  of these cut to max_length", str(self.cut))
+        for reason, count in self.left_out.most_common():
+            fate.add_row(f"  documents left out of them: {reason}", str(count))
         for reason, count in self.dropped.most_common():
             fate.add_row(f"dropped: {reason}", str(count))
         sizes = Table(title="documents written")
@@ -75,6 +86,23 @@ class Report:
             numbers = (f"{getattr(manifest.lengths, name):.0f}" for manifest in written)
             sizes.add_row(f"length, {name}", *numbers)
         return [fate, sizes]
+
+    def shares(self) -> str | None:
+        """What was held out beside what was asked for; None where nothing was."""
+        if self.held_out is None or "held_out" not in self.manifests:
+            return None
+        documents = self.manifests["held_out"].documents
+        found = documents / self.kept
+        text = f"held out: {documents:,} of {counted(self.kept, 'document')}, {found:.1%}"
+        text += f"; {self.held_out:.1%} were asked for"
+        if abs(found - self.held_out) > self.held_out / 2:
+            text += ", and the split by answer misses it where answers are few or often the same"
+        return text
+
+
+def counted(count: int, what: str) -> str:
+    """A number with its noun, in the plural but for one."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def write_skipped(folder: Path, report: Report) -> None:
@@ -90,6 +118,8 @@ def print_report(report: Report, console: Console) -> None:
     """Print the tables and the first bad rows."""
     for table in report.tables():
         console.print(table)
+    if shares := report.shares():
+        console.print(Text(shares), soft_wrap=True)
     for bad in report.skipped[:_LISTED]:
         console.print(Text(f"skipped {bad}"))
     if len(report.skipped) > _LISTED:

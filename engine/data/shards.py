@@ -7,14 +7,12 @@ million rows start in seconds: `content_id` and `answer_id` (hashes of the whole
 its supervised tokens; order, anchors and the held-out split derive from them, never from a row's
 place in a file) and `first_label` (the first supervised position that has a token before it).
 
-A folder is written under another name and renamed when everything is on disk. Until then it holds
-a file named INCOMPLETE, which doubles as the probe that the place can be written at all.
+A folder gets its name when everything is on disk (`fresh_folder.py`).
 """
 
 import contextlib
 import hashlib
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,10 @@ import orjson
 import pyarrow as pa
 
 from engine import __version__
+from engine.data.fresh_folder import INCOMPLETE, fresh_folder
 from engine.data.manifest import FORMAT, MANIFEST, Manifest, Shard, documents_fingerprint, summarise_lengths
 from engine.errors import DataError, DiskError
 
-INCOMPLETE = "INCOMPLETE"
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -89,47 +87,6 @@ def row_complaint(input_ids: np.ndarray, loss_mask: np.ndarray, vocab_size: int 
         at = int(strange.argmax())
         return f"loss_mask[{at}] = {loss_mask[at]}: a mask holds 0 and 1"
     return None
-
-
-@contextlib.contextmanager
-def fresh_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
-    """Yield an empty folder beside `folder` that takes its place when the block ends well.
-
-    Creating and probing happens at once, so a place that can't be written is known before any work.
-    After an exception nothing is left behind and `folder` is as it was.
-
-    Raises:
-        DataError: `folder` is a file, cannot be written, or holds something that may not be replaced.
-        DiskError: the finished folder cannot be moved into place.
-    """
-    folder = Path(os.path.abspath(folder))
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder}: a folder is to be written here and a file stands in its place")
-    occupied = folder.is_dir() and any(folder.iterdir())
-    if occupied and not overwrite:
-        raise DataError(f"{folder}: holds files already; name another folder or ask to overwrite it")
-    if occupied and not any((folder / part / MANIFEST).is_file() for part in ("", "train")):
-        raise DataError(f"{folder}: holds files that are no documents, so it will not be overwritten")
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / INCOMPLETE).write_text("being written; safe to delete once no process writes it\n")
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written ({error}); name a folder that can") from error
-    try:
-        yield partial
-        try:
-            (partial / INCOMPLETE).unlink(missing_ok=True)
-            old = folder.with_name(f".{folder.name}.old-{os.getpid()}")
-            if occupied:
-                folder.rename(old)
-            partial.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
-            raise DiskError(f"{folder}: cannot be moved into place ({error})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 class ShardWriter:

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from attrs import frozen
 
+from engine.data.fresh_folder import fresh_folder
 from engine.data.manifest import FORMAT, MANIFEST
-from engine.data.shards import ShardWriter, fresh_folder
+from engine.data.shards import ShardWriter
 from engine.errors import DataError
 
 SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet")
