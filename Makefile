@@ -13,7 +13,7 @@ run: $(SETUP)
 	$(PY) -m engine run $(SCHEDULE) $(ARGS)
 
 test: $(SETUP) lint
-	$(PY) -m pytest -q -m "not slow" $(ARGS)
+	$(PY) -m pytest -q -n 2 -m "not slow" $(ARGS)
 
 test-slow: $(SETUP) lint
 	$(PY) -m pytest -q $(ARGS)
