@@ -119,14 +119,6 @@ def _layer_weights(config: Any, kind: str) -> int:
     return int(hidden * (queries + gate + 2 * shared) + queries * hidden + mlp)
 
 
-def weights_of(config: Any, layers: int) -> int:
-    """Parameters of a target's first layers with its embedding and head, norms left out."""
-    return (
-        sum(_layer_weights(config, kind) for kind in layer_kinds(config)[:layers])
-        + 2 * config.vocab_size * config.hidden_size
-    )
-
-
 def drafter_operations(config: DrafterConfig, row: PackedRow, anchors: Anchors) -> Operations:
     """A drafter's forward and backward over the blocks at `anchors`, without recomputation.
 

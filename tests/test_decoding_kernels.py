@@ -1,9 +1,5 @@
 """On a GPU decoding takes kernels that any shape fits: none is tuned, and what comes out is the same."""
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +9,7 @@ import pytest
 import torch
 from counted_kernels import HERE, launch, load_kernels
 from decoding_targets import EOS, builtin_target, counted_forwards, draft_from, drafter_for, tiny_target
+from stub_process import findings_of
 from test_target_rollback import MILD, ROUNDING, SIZE, differences, texts
 from torch import Tensor
 
@@ -81,22 +78,7 @@ def by_length(
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    here = Path(__file__).parent
-    paths = [os.environ.get("PYTHONPATH"), str(here.parent), str(here)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("empty")),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", here / "decoding_launches.py"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return findings_of("decoding_launches.py", tmp_path_factory.mktemp("empty"))
 
 
 def test_an_evaluation_through_fla_tunes_no_kernel_whatever_shapes_it_brings(findings: Any) -> None:

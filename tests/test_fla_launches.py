@@ -1,12 +1,7 @@
 """FLA's gated delta rule from several threads, through its own code and Triton's, over a stub driver."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from stub_process import findings_of
 
 MEMOS = 17
 """Functions of FLA 0.6 with a memo."""
@@ -15,22 +10,7 @@ MEMOS = 17
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory):
     """From a process of its own, since FLA cannot be imported here without deceiving every later test."""
-    here = Path(__file__).parent
-    paths = [os.environ.get("PYTHONPATH"), str(here.parent), str(here)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("empty")),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", here / "fla_launches.py"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return findings_of("fla_launches.py", tmp_path_factory.mktemp("empty"))
 
 
 def test_without_a_serializer_threads_that_meet_unknown_keys_lose_their_arguments(findings):

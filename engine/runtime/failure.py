@@ -4,7 +4,6 @@ A failure carries what is needed at night: stage, lane, micro-batch and step, th
 lanes that no stop reached, and, where memory ran out, who held it.
 """
 
-import errno
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +13,6 @@ from engine.errors import EngineError, exit_code_of, is_out_of_memory, words
 from engine.runtime.memory_held import held_memory
 
 GRACE_S = 3.0  # what lanes get to stop in after a failure; the run must end within 5 s of it
-
-# What a disk, a quota or a file system says, whoever was writing or reading.
-DISK_ERRORS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV}
-)
 
 
 @attrs.frozen(kw_only=True)

@@ -253,9 +253,7 @@ def _forward(
     return Forward(output.logits, torch.cat(taps, -1), layers, slots)
 
 
-def _mask(
-    target: Target, before: Tensor, slots: int, length: int
-) -> Tensor | dict[str, Tensor | None] | None:
+def _mask(target: Target, before: Tensor, slots: int, length: int) -> Mask:
     """What each new position sees of the held slots and of the new ones; None: plain causal.
 
     Args:
