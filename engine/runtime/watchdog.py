@@ -155,7 +155,7 @@ class Watchdog:
             if failed is not None and failed[0] is not self._pardoned:
                 if now - failed[1] > LEFT_S:
                     return self._leave_for(failed[0])
-            elif stalled := self._stalled(now):
+            elif (stalled := self._stalled(now)) and self._beyond_doubt(stalled, now):
                 return self._end_stall(stalled, now)
 
     def _over_after(self, seconds: float) -> bool:
@@ -176,6 +176,15 @@ class Watchdog:
             if not activity.ended
             and now - max(activity.since, self._excused) > self.limit_s(name, activity.place)
         }
+
+    def _beyond_doubt(self, stalled: Mapping[str, Activity], now: float) -> bool:
+        """Whether one of them waits for nobody. Who waits may have begun before the one that it
+        waits for came to stand still, and is over its limit first: that one then gets a quarter more."""
+        return any(
+            not self._waits(name)
+            or now - max(activity.since, self._excused) > 1.25 * self.limit_s(name, activity.place)
+            for name, activity in stalled.items()
+        )
 
     def _end_stall(self, stalled: Mapping[str, Activity], now: float) -> None:
         name = self._culprit(stalled)
@@ -198,18 +207,19 @@ class Watchdog:
 
     def _culprit(self, stalled: Mapping[str, Activity]) -> str:
         """Of those who stand still, one that does not wait for another; the longest, if several."""
+        return min(stalled, key=lambda name: (self._waits(name), stalled[name].since))
+
+    @staticmethod
+    def _waits(name: str) -> bool:
+        """Whether a thread waits for another lane, now."""
         frames = sys._current_frames()
         threads = {thread.name: thread.ident for thread in threading.enumerate()}
-
-        def waits(name: str) -> bool:
-            frame = frames.get(threads.get(name) or 0)
-            while frame is not None:
-                if frame.f_code is Stop.wait_for.__code__:
-                    return True
-                frame = frame.f_back
-            return False
-
-        return min(stalled, key=lambda name: (waits(name), stalled[name].since))
+        frame = frames.get(threads.get(name) or 0)
+        while frame is not None:
+            if frame.f_code is Stop.wait_for.__code__:
+                return True
+            frame = frame.f_back
+        return False
 
     def _leave_for(self, failure: Failure) -> None:
         """End the process from here, unless the run has ended meanwhile."""
