@@ -125,10 +125,8 @@ def _prepare_flex(
     # The masks are made on the device, of no more than where the blocks and the documents begin.
     slot, document, starts = sent([anchors.slot, anchors.document, starts], device)
     anchors = attrs.evolve(anchors, slot=slot, document=document)
-    masks: dict[str, BlockMask] = {
-        kind: block_mask(visible_runs(anchors, starts, slots, config, kind))
-        for kind in dict.fromkeys(config.layer_types)
-    }
+    make = _mask_maker(device)
+    masks = {kind: make(anchors, starts, slots, config, kind) for kind in dict.fromkeys(config.layer_types)}
     queries = anchors.count * config.block_size
     padding = -queries % TILE
     attention = flex_on(device, queries, slots)
@@ -147,6 +145,14 @@ def _prepare_flex(
         return out[0].transpose(0, 1)[:queries]
 
     return attend
+
+
+def _mask_maker(device: torch.device) -> Callable[[Anchors, Tensor, int, DrafterConfig, str], BlockMask]:
+    if device.type == "cuda":
+        from engine.dflash.mask_kernel import fused_block_mask
+
+        return fused_block_mask
+    return lambda *arguments: block_mask(visible_runs(*arguments))
 
 
 def flex_slots(context_length: int) -> int:

@@ -84,10 +84,8 @@ def block_mask(runs: VisibleRuns) -> BlockMask:
     A tile of keys is skipped when no query of the tile of queries sees any of it, and needs no
     mask function when every query sees all of it. Both are decided from the runs.
     """
-    if runs.context_length % TILE:
-        raise ValueError(f"context of {runs.context_length} slots: not a multiple of the tile, {TILE}")
     queries = runs.context_begin.numel()
-    padded = -(-queries // TILE) * TILE
+    padded = padded_queries(queries, runs.context_length)
     keys = runs.context_length + padded
     device = runs.context_begin.device
 
@@ -113,29 +111,60 @@ def block_mask(runs: VisibleRuns) -> BlockMask:
     tiles = padded // TILE
     seen = (touches(begin, end) | touches(own_begin, own_end)).view(tiles, TILE, -1).any(1)
     full = (covers(begin, end) | covers(own_begin, own_end)).view(tiles, TILE, -1).all(1)
-    partial_count, partial_index = _ordered(seen & ~full)
-    full_count, full_index = _ordered(full)
+    kinds = torch.stack([seen & ~full, full])[:, None, None]  # [2, 1, 1, query tiles, key tiles]
+    four_runs = torch.stack([begin, end, own_begin, own_end]).to(torch.int32)
+    return ordered_mask(four_runs, *_ordered(kinds), *_ordered(kinds.mT))
 
-    # Half as wide as the runs: the kernels compare them for every pair of a tile that is seen in part.
-    begin, end, own_begin, own_end = (run.to(torch.int32) for run in (begin, end, own_begin, own_end))
 
+def padded_queries(queries: int, context_length: int) -> int:
+    """The queries rounded up to whole tiles.
+
+    Raises:
+        ValueError: the context is no multiple of a tile.
+    """
+    if context_length % TILE:
+        raise ValueError(f"context of {context_length} slots: not a multiple of the tile, {TILE}")
+    return -(-queries // TILE) * TILE
+
+
+def ordered_mask(
+    runs: Tensor, key_counts: Tensor, key_indices: Tensor, query_counts: Tensor, query_indices: Tensor
+) -> BlockMask:
+    """FlexAttention's mask of a tile table given by rows and by columns, int32 all.
+
+    Of a leading 2, the first are the tiles that are seen in part, the second those seen in full.
+
+    Args:
+        runs: [4, padded queries]: begin and end of each query's context, then of its block.
+        key_counts: [2, 1, 1, query tiles], how many tiles of keys each tile of queries sees.
+        key_indices: [2, 1, 1, query tiles, key tiles], which ones: ascending, then the rest in any order.
+        query_counts, query_indices: the same of the transposed table.
+    """
+    begin, end, own_begin, own_end = runs.unbind()
+
+    # The kernels compare these for every pair of a tile that is seen in part: int32 is half as wide.
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         in_context = (key >= begin[query]) & (key < end[query])
         in_block = (key >= own_begin[query]) & (key < own_end[query])
         return in_context | in_block
 
-    return BlockMask.from_kv_blocks(
-        partial_count,
-        partial_index,
-        full_count,
-        full_index,
-        BLOCK_SIZE=TILE,
+    rows, tiles = key_indices.shape[-2:]
+    return BlockMask(
+        seq_lengths=(rows * TILE, tiles * TILE),
+        kv_num_blocks=key_counts[0],
+        kv_indices=key_indices[0],
+        full_kv_num_blocks=key_counts[1],
+        full_kv_indices=key_indices[1],
+        q_num_blocks=query_counts[0],
+        q_indices=query_indices[0],
+        full_q_num_blocks=query_counts[1],
+        full_q_indices=query_indices[1],
+        BLOCK_SIZE=(TILE, TILE),
         mask_mod=mask_mod,
-        seq_lengths=(padded, keys),
     )
 
 
 def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
-    """A tile table bool [query tiles, key tiles] as counts and indices, the set ones first."""
+    """Of each row of a table bool [..., rows, columns]: how many are set; the indices, of set ones first."""
     order = table.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return table.sum(-1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+    return table.sum(-1).to(torch.int32), order.to(torch.int32).contiguous()

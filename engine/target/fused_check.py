@@ -6,13 +6,15 @@ from the same input, so that nothing hides behind errors made earlier, and the t
 The fused error may be a tenth larger than the unfused one, not more. Float32 weights exist for one layer
 at a time.
 
-The modules run on their plain functions in the target's dtype too: what is wanted of them is how much this
-dtype rounds, which plain functions tell as well as kernels, and no kernel is compiled that the run won't use.
+In bfloat16 the modules run on their plain functions too: what is wanted of them is how much this dtype
+rounds, which plain functions tell as well as kernels, and no kernel is compiled that the run won't use. In
+float32 they run as they are bound. Kernels multiply in TF32 there, a thousand times coarser than plain
+PyTorch, and no plain function tells how far that takes a layer.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -57,9 +59,14 @@ class PathError:
         return f"{self.what} {self.fused:.2e} ({self.unfused:.2e} unfused)"
 
 
+def tells_of_kernels(dtype: torch.dtype) -> bool:
+    """Whether plain functions round as a dtype's kernels do, so that no kernel has to run to judge a walk."""
+    return dtype != torch.float32
+
+
 @torch.no_grad()
 def fused_errors(target: Target, walk: FusedWalk, tolerance: float, seed: int = 0) -> list[PathError]:
-    """Compare every layer and every tap of a walk, and of the modules' plain functions, with float32.
+    """Compare every layer and every tap of a walk, and of the modules, with float32.
 
     Other threads must not use the target meanwhile. Needs room for one layer in float32.
 
@@ -77,7 +84,8 @@ def fused_errors(target: Target, walk: FusedWalk, tolerance: float, seed: int = 
     ids = random_tokens(target, seed)
     calls: list[LayerCall] = []
     layers = walked_layers(target)
-    with on_device(target.device), _plain_functions(target.model), _recorded(layers, calls):
+    as_judged = _plain_functions(target.model) if tells_of_kernels(target.dtype) else nullcontext()
+    with on_device(target.device), as_judged, _recorded(layers, calls):
         taps = target.forward_taps(ids)
     fused_taps = _first_run(walk, ids)
 
