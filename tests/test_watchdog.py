@@ -1,5 +1,6 @@
 """What stands still is found in its time, named rightly, and nobody else is accused."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from engine.errors import Stalled
 from engine.plain import LANE
 from engine.runtime import watchdog as module
 from engine.runtime.failure import Place, StageFailure
+from engine.runtime.inbox import Stop, Stopped
 from engine.runtime.lane import Lane
 from engine.runtime.progress import LoopProgress, Progress
 from engine.runtime.watchdog import Watchdog
@@ -110,6 +112,32 @@ def test_a_lane_that_compiles_and_those_that_wait_for_it_have_longer(monkeypatch
         assert time.monotonic() - begin > 1.5
     over.set()
     join("drafter.0@cpu")
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_who_waited_first_is_accused_only_where_nobody_else_stands_still(hangs: bool) -> None:
+    stop, changed, over = Stop(), threading.Condition(), threading.Event()
+
+    def waiting() -> None:
+        with contextlib.suppress(Stopped), changed:
+            stop.wait_for(changed, lambda: False)
+
+    lanes = {"waits": threading.Thread(target=waiting, name="waits", daemon=True)}
+    if hangs:
+        lanes["hangs"] = threading.Thread(target=over.wait, name="hangs", daemon=True)
+    progress = LoopProgress()
+    with watching(progress) as (_, seen):
+        begin = time.monotonic()
+        for name, thread in lanes.items():  # the one that hangs is over its limit a look after the other
+            thread.start()
+            progress.enter(name, Place(stage="pack"))
+            time.sleep(STALL * 0.2)
+        waits(lambda: seen.codes)
+        assert time.monotonic() - begin > 1.2 * STALL
+    assert seen.codes == [5]
+    assert f"pack on {'hangs' if hangs else 'waits'}: Stalled" in str(seen.words[0])
+    stop.set()
+    over.set()
 
 
 def test_a_loop_or_a_main_thread_that_hangs_is_left_with_exit_code_5() -> None:
