@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from engine.planning import RunPlan
 
-SERVED_AND_TRAINED = 12
-"""Bytes per parameter that a checkpoint holds beside the served weights: master and two moments."""
+MASTER = 4
+"""Bytes per parameter that a checkpoint holds beside the served weights and the optimizer's state."""
 
 FreeDisk = Callable[[Path], int]
 
@@ -39,7 +39,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def checkpoints(plan: "RunPlan") -> tuple[int, int]:
-    """Bytes of a checkpoint, with AdamW's moments, and how many of a run's stand at once.
+    """Bytes of a checkpoint, and how many of a run's stand at once.
 
     With `run.keep_last` that is one more than are kept, since an old one goes when a new one is whole.
     """
@@ -58,7 +58,7 @@ def checkpoints(plan: "RunPlan") -> tuple[int, int]:
             for place, step in enumerate(steps)
             if place >= newest or (run.keep_every and step % run.keep_every == 0)
         ]
-    return parameters * (SERVED_AND_TRAINED + plan.compute_dtype.itemsize), len(steps)
+    return parameters * (MASTER + plan.compute_dtype.itemsize) + plan.optimizer_bytes, len(steps)
 
 
 def saved_bytes(state: "Iterable[torch.Tensor]", served: "Iterable[torch.Tensor]") -> int:

@@ -146,6 +146,15 @@ def make_optimizer(parameters: dict[str, torch.nn.Parameter], train: Train) -> t
 
 
 @hookspec(firstresult=True)
+def optimizer_state_bytes(shape: torch.Size) -> int | None:
+    """What the optimizer of `make_optimizer` holds for a master weight of a shape, once it has stepped.
+
+    The plans of memory and disk count with it; whoever leaves it out is taken to hold what AdamW does, two
+    float32 numbers per element.
+    """
+
+
+@hookspec(firstresult=True)
 def make_feature_path(config: DrafterConfig) -> FeaturePath | None:
     """How taps are packed and projected. One object serves all lanes; it keeps no state of a micro-batch."""
 

@@ -125,6 +125,7 @@ def plan_memory(
     drafters: Sequence[str],
     depth: int,
     shapes: Sequence[tuple[int, int]],
+    optimizer_bytes: int,
     split_fc: bool = False,
     tuned: bool = False,
     warms_up: bool = True,
@@ -135,6 +136,7 @@ def plan_memory(
         targets, drafters: one device name per lane; names may repeat.
         depth: micro-batches that a drafter lane may have waiting.
         shapes: (rows, length) of the micro-batches that occur, as in `BatchStatistics.shapes`.
+        optimizer_bytes: of the optimizer's state for all masters.
         split_fc: taps are kept apart and projected one by one.
         tuned: the kernels' tuning results are on disk already, so nothing is benchmarked.
         warms_up: kernels are benchmarked before training, as lanes do, and not when a shape first comes.
@@ -151,6 +153,7 @@ def plan_memory(
         depth=depth,
         tokens=max(rows * length for rows, length in shapes),
         longest=max(length for _, length in shapes),
+        optimizer_bytes=optimizer_bytes,
         split_fc=split_fc,
         tuned=tuned,
         text=text_section(read_json(summary.folder / "config.json")),
@@ -209,6 +212,7 @@ class _Run:
     tokens: int
     """Padded tokens of the largest micro-batch."""
     longest: int
+    optimizer_bytes: int
     split_fc: bool
     tuned: bool
     text: Mapping[str, object]
@@ -304,6 +308,7 @@ def _drafter_items(run: _Run, device: str, lanes: int) -> tuple[list[Item], list
         longest=run.longest,
         anchors=schedule.data.max_anchors,
         chunk=schedule.train.loss_chunk,
+        state=run.optimizer_bytes,
         lanes=len(run.drafters),
         turns=-(-schedule.train.micro_batches // len(run.drafters)),
         noise=schedule.train.context_noise > 0,

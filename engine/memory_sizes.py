@@ -92,8 +92,10 @@ class DrafterLane:
     """N, blocks of a micro-batch."""
     chunk: int
     """Slots whose logits exist at a time."""
+    state: int
+    """Bytes of the optimizer's state for all masters."""
     lanes: int
-    """Drafter lanes of the whole run, over which masters and moments are shared out."""
+    """Drafter lanes of the whole run, over which masters and that state are shared out."""
     turns: int
     """Micro-batches of one step that this lane trains on."""
     noise: bool
@@ -131,7 +133,8 @@ class DrafterLane:
 
     @property
     def moments(self) -> int:
-        return 2 * self.parameters * 4 // self.lanes
+        """This lane's share of the optimizer's state."""
+        return self.state // self.lanes
 
     def block_activations(self, layers: int | None = None) -> int:
         """What autograd keeps of the blocks' Q rows until the backward pass.

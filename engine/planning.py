@@ -16,6 +16,7 @@ from engine.data.chat import load_tokenizer, tokenizer_fingerprint
 from engine.data.documents import Documents, assert_disjoint, split_by_answer
 from engine.devices import resolve_attention, resolve_devices
 from engine.dflash.configuration import FULL, DrafterConfig
+from engine.dflash.drafter import build_drafter
 from engine.dflash.training import Recipe
 from engine.errors import ScheduleError
 from engine.memory_plan import MemoryPlan, plan_memory
@@ -45,6 +46,8 @@ class RunPlan:
     held_out: BatchPlan | None
     data_fingerprint: str
     memory: MemoryPlan
+    optimizer_bytes: int
+    """Of the optimizer's state for all masters."""
     total_steps: int
     """Where the learning rate ends."""
     stages: Mapping[str, PluginStage]
@@ -114,6 +117,7 @@ def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
             f"train.micro_batches = {schedule.train.micro_batches}: run.epochs = {schedule.run.epochs} gives "
             f"only {micro_batches} micro-batches, not one step; lower the first or raise the second"
         )
+    state = optimizer_bytes(host, config)
     return RunPlan(
         schedule=schedule,
         host=host,
@@ -132,12 +136,20 @@ def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
             drafters=drafters,
             depth=graph.depth,
             shapes=plan.statistics().shapes,
+            optimizer_bytes=state,
             split_fc=any(plugin.name == "plugins.split_fc" for plugin in host.plugins),
             warms_up=not one_lane_each,
         ),
+        optimizer_bytes=state,
         total_steps=total_steps,
         stages=stages,
     )
+
+
+def optimizer_bytes(host: PluginHost, config: DrafterConfig) -> int:
+    """What a run's optimizer will hold for all master weights of its drafter."""
+    weights = build_drafter(config, torch.device("meta"), torch.float32).parameters()
+    return sum(host.choose("optimizer_state_bytes", shape=weight.shape) for weight in weights)
 
 
 def _graph(schedule: Schedule, targets: list[str], drafters: list[str]) -> Graph:

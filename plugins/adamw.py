@@ -34,6 +34,10 @@ class AdamW:
             fused=True,
         )
 
+    @hookimpl
+    def optimizer_state_bytes(self, shape: torch.Size) -> int:
+        return 8 * shape.numel()  # two float32 moments
+
 
 def make(options: Options) -> AdamW:
     return AdamW()

@@ -73,6 +73,10 @@ class Muon:
             parts.append(torch.optim.AdamW(vectors, betas=train.betas, weight_decay=0.0, fused=True))
         return MuonAndAdamW(parts)
 
+    @hookimpl
+    def optimizer_state_bytes(self, shape: torch.Size) -> int:
+        return (4 if len(shape) == 2 else 8) * shape.numel()  # a matrix has its momentum alone
+
 
 def make(options: Options) -> Muon:
     return Muon(options)

@@ -14,7 +14,8 @@ from engine.builtin import resolve
 from engine.errors import InputError
 from engine.memory_free import check_fits, free_memory
 from engine.memory_plan import GB, MemoryPlan, plan_memory
-from engine.planning import drafter_config
+from engine.planning import drafter_config, optimizer_bytes
+from engine.plugin_host import load_plugins
 from engine.schedule import Schedule, load_schedule
 from engine.schedule_checks import check_against_target
 from engine.target.configuration import TargetSummary, read_target_config
@@ -51,6 +52,7 @@ def planned(
         drafters=drafters,
         depth=depth,
         shapes=shapes,
+        optimizer_bytes=optimizer_bytes(load_plugins(), config),
         tuned=tuned,
         warms_up=warms_up,
     )

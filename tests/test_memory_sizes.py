@@ -1,6 +1,7 @@
 """The formulas of the memory plan against real modules and real allocations."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from engine.dflash.objective import head_cross_entropy
 from engine.dflash.packing import PackedRow, pack_row
 from engine.dflash.training import SharedWeights, training_loss
 from engine.memory_sizes import DrafterLane, target_forward_bytes
-from engine.schedule import Train
+from engine.planning import optimizer_bytes
+from engine.plugin_host import load_plugins
+from engine.schedule import Plugin, Train
 from engine.target.configuration import read_json
 from engine.target.loading import load_target
-from plugins.adamw import AdamW
 from plugins.concat import ConcatenatedTaps
 
 CONFIG = DrafterConfig(
@@ -49,6 +51,7 @@ def lane(**changes: Any) -> DrafterLane:
         longest=LENGTH,
         anchors=ANCHORS,
         chunk=CHUNK,
+        state=optimizer_bytes(load_plugins(), CONFIG),
         lanes=1,
         turns=1,
         noise=False,
@@ -69,29 +72,36 @@ def test_drafter_parameters_are_counted_exactly(changes: dict[str, Any]) -> None
     assert lane(config=config).parameters == real
 
 
-def kept(drafter: Drafter, gradient_dtype: torch.dtype = torch.float32) -> Masters:
-    """All masters of a drafter, with AdamW."""
+def kept(
+    drafter: Drafter, gradient_dtype: torch.dtype = torch.float32, plugins: Sequence[Plugin] = ()
+) -> Masters:
+    """All masters of a drafter, with AdamW or what the plugins have."""
 
     def make_optimizer(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return AdamW().make_optimizer(parameters, Train())
+        made: torch.optim.Optimizer = load_plugins(plugins).choose(
+            "make_optimizer", parameters=parameters, train=Train()
+        )
+        return made
 
     return Masters(drafter, make_optimizer, gradient_dtype=gradient_dtype)
 
 
-def test_masters_and_moments_are_what_the_optimizer_holds() -> None:
+@pytest.mark.parametrize("plugins", [(), (Plugin(use="plugins.muon"),)], ids=["AdamW", "Muon"])
+def test_masters_and_moments_are_what_the_optimizer_holds(plugins: Sequence[Plugin]) -> None:
+    planned = optimizer_bytes(load_plugins(plugins), CONFIG)
     for dtype, e in ((torch.float32, 4), (torch.bfloat16, 2)):
         drafter = build_drafter(CONFIG, torch.device("cpu"), dtype)
         drafter.initialise(0)
-        masters = kept(drafter)
+        masters = kept(drafter, plugins=plugins)
         for parameter in drafter.parameters():
             parameter.grad = torch.zeros_like(parameter)
         masters.accumulate()
         masters.step(1.0, lr=1e-3, clip=1.0)
         assert masters.optimizer is not None
         state = masters.optimizer.state.values()
-        moments = sum(entry["exp_avg"].nbytes + entry["exp_avg_sq"].nbytes for entry in state)
+        moments = sum(value.nbytes for entry in state for value in entry.values() if value.ndim)
         own = 0 if masters.own else sum(weight.nbytes for weight in masters.weights.values())
-        assert (lane(e=e).masters, lane(e=e).moments) == (own, moments)
+        assert (lane(e=e).masters, lane(e=e, state=planned).moments) == (own, moments)
 
 
 def batch(device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[PackedRow, torch.Tensor]:
