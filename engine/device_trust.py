@@ -3,9 +3,9 @@
 Three things go wrong in silence: copies between GPUs that arrive changed, kernels that compute wrong
 numbers on a GPU they were not tried on, and attention that was compiled wrongly. Copies are probed
 before weights are loaded, since weights travel by them; a pair that fails is copied through host memory
-in this run. Kernels are compared once the target is in place, unless a fused target brought its own and
-had them compared, and attention once it is compiled; there is no way around those, so a difference ends the
-run. On CPUs nothing is probed and nothing is compared.
+in this run. Kernels are compared once the target is in place, unless a fused target in bfloat16 brought its
+own and had them compared, and attention once it is compiled; there is no way around those, so a difference
+ends the run. On CPUs nothing is probed and nothing is compared.
 """
 
 import time

@@ -71,7 +71,7 @@ class FusedTarget:
         if bad := [error for error in errors if error.bad]:
             raise DifferenceFound(
                 f"the fused target on {target.device} is further from float32 than the module is: "
-                f"{'; '.join(map(str, bad))}; at most {self.options.tolerance:g} times is allowed. Update "
+                f"{'; '.join(f'{error}, at most {error.allowed:.2e}' for error in bad)}. Update "
                 'Triton and flash-linear-attention, or name plugins.fused_target with on = "never"'
             )
         # In float32 it was the module's own kernels that it was measured by, and these are compared yet.

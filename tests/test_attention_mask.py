@@ -74,9 +74,21 @@ def test_dense_mask_equals_the_rules_pair_by_pair(case: dict) -> None:
 @given(cases)
 @settings(max_examples=60, deadline=None)
 def test_tile_table_equals_brute_force(case: dict) -> None:
-    row, anchors, config = built(case)
-    mask = block_mask(visible_runs(anchors, row.starts, row.length, config, case["layer_type"]))
-    pairs = brute_force(row, anchors, config, case["layer_type"])
+    check_table(*built(case), case["layer_type"])
+
+
+@pytest.mark.parametrize("layer_type", [FULL, SLIDING])
+@pytest.mark.parametrize("window", [128, 129])
+def test_anchors_on_the_borders_of_tiles_see_whole_tiles(layer_type: str, window: int) -> None:
+    row = row_of((700, 600))
+    config = small_config(block_size=16, layer_types=(layer_type,), sliding_window=window)
+    for slots in ([127, 128, 129, 255, 256, 257, 384, 640], [*range(256, 264), *range(384, 392)]):
+        check_table(row, anchors_at(row, torch.tensor(slots), 24), config, layer_type)
+
+
+def check_table(row: PackedRow, anchors: Anchors, config: DrafterConfig, layer_type: str) -> None:
+    mask = block_mask(visible_runs(anchors, row.starts, row.length, config, layer_type))
+    pairs = brute_force(row, anchors, config, layer_type)
     padded = -(-pairs.shape[0] // TILE) * TILE
     whole = torch.zeros(padded, row.length + padded, dtype=torch.bool)
     whole[: pairs.shape[0], : pairs.shape[1]] = pairs

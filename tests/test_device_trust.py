@@ -234,8 +234,9 @@ def test_a_target_that_runs_as_plain_pytorch_is_not_compared(project: Path) -> N
         (lambda x: x * 1.05, "0.05 from plain PyTorch"),
         (lambda x: torch.where(x == x.max(), torch.nan, x), "inf from plain PyTorch"),
         (lambda x: x.roll(1, 1), "from plain PyTorch"),
+        (lambda x: x.roll(1, 0), "from plain PyTorch"),
     ],
-    ids=["off by 5 %", "one NaN", "shifted"],
+    ids=["off by 5 %", "one NaN", "shifted", "rows mixed up"],
 )
 def test_a_kernel_that_computes_wrong_numbers_is_named_with_device_and_error(
     project: Path,

@@ -240,6 +240,32 @@ def test_in_float32_a_walk_may_round_as_the_module_s_kernels_do_and_no_more(
             FusedTarget(Options(on="all")).wrap_target(target, CPU_LANE)
 
 
+@pytest.mark.parametrize("fault", ["rows mixed up", "not a number", "no kernel image"])
+def test_in_float32_what_module_and_walk_have_wrong_alike_is_found_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    target = random_target(tmp_path, "qwen3_5_text", initializer_range=0.05)
+
+    def wrong(rule: Any) -> Any:
+        def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Any:
+            if fault == "no kernel image":
+                raise RuntimeError(fault)
+            return rule(q, k, v.roll(1, 0) if fault == "rows mixed up" else v * torch.nan, *rest, **named)
+
+        return call
+
+    table = torch_operations()
+    monkeypatch.setattr(
+        fused_target, "torch_operations", lambda: attrs.evolve(table, delta_rule=wrong(table.delta_rule))
+    )
+    (rule,) = (one for one in bindings(target.model) if one.operation == "chunk_gated_delta_rule")
+    monkeypatch.setattr(rule.module, rule.attribute, bound(rule, wrong(rule.plain)))
+    expected = "Hugging Face module on cpu failed" if fault == "no kernel image" else "linear_attention"
+    with pytest.raises(EngineError, match=expected) as error:
+        FusedTarget(Options(on="all")).wrap_target(target, CPU_LANE)
+    assert isinstance(error.value, DifferenceFound) is (fault != "no kernel image")
+
+
 def test_the_module_s_kernels_are_compared_unless_a_checked_walk_stands_for_them(tmp_path: Path) -> None:
     target = random_target(tmp_path, "qwen3_5_text", dtype=torch.bfloat16)
     fused = FusedTarget(Options(on="all")).wrap_target(target, CPU_LANE)

@@ -178,13 +178,20 @@ class Watchdog:
         }
 
     def _beyond_doubt(self, stalled: Mapping[str, Activity], now: float) -> bool:
-        """Whether one of them waits for nobody. Who waits may have begun before the one that it
-        waits for came to stand still, and is over its limit first: that one then gets a quarter more."""
-        return any(
-            not self._waits(name)
-            or now - max(activity.since, self._excused) > 1.25 * self.limit_s(name, activity.place)
-            for name, activity in stalled.items()
-        )
+        """Whether it is known who hangs: one of them that waits for nobody. Who waits may have begun before
+        the one that it waits for came to stand still, and is over its limit first. So it is accused only a
+        quarter later, and while nobody at work has been in one place for a quarter of its own limit: that one
+        gets further soon, or is the one that hangs."""
+
+        def share(name: str, activity: Activity) -> float:
+            return (now - max(activity.since, self._excused)) / self.limit_s(name, activity.place)
+
+        if not all(self._waits(name) for name in stalled):
+            return True
+        at_work = {name: one for name, one in self._all().items() if not one.ended and not self._waits(name)}
+        if any(share(name, activity) > 0.25 for name, activity in at_work.items()):
+            return False
+        return any(share(name, activity) > 1.25 for name, activity in stalled.items())
 
     def _end_stall(self, stalled: Mapping[str, Activity], now: float) -> None:
         name = self._culprit(stalled)
@@ -214,6 +221,7 @@ class Watchdog:
         """Whether a thread waits for another lane, now."""
         frames = sys._current_frames()
         threads = {thread.name: thread.ident for thread in threading.enumerate()}
+        threads[MAIN] = threading.main_thread().ident
         frame = frames.get(threads.get(name) or 0)
         while frame is not None:
             if frame.f_code is Stop.wait_for.__code__:
