@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.data.batches import BatchPlan
 from engine.data.documents import Documents
+from engine.decoding_batch import rows_together
 from engine.dflash.decoding import walk_answers
 from engine.dflash.objective import decay_weights
 from engine.dflash.packing import PackedRow, pack_row
@@ -42,7 +43,6 @@ from engine.served_pair import (
     held_out_documents,
     load_pair,
 )
-from engine.target.cached_forward import prefill, row_bytes
 from engine.target.decoding_kernels import any_shape, any_shape_attention
 from engine.target.loading import Target
 from engine.target.truncation import capturing_taps
@@ -51,16 +51,6 @@ LOGITS_AT_ONCE = 1 << 29
 """Elements; a row of 2,048 tokens over a vocabulary of 250,000 comes alone."""
 
 LOSS_CHUNK = 1024
-
-BATCH = 32
-"""Prompts decoded together on a CPU, and where a GPU has no room to speak of."""
-
-MOST_TOGETHER = 256
-"""More rows than these no longer hide in a forward's launches."""
-
-SHARE_OF_FREE_MEMORY = 8
-"""Rows may remember that part of a GPU's free memory: a verification holds them twice, attention copies
-their keys and values, and logits come on top."""
 
 SAY_EVERY_S = 5.0
 
@@ -264,7 +254,8 @@ def decode_documents(
             f"the target has {limit} positions; lower it, or take shorter documents"
         )
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))  # equal lengths together
-    batch = batch or _batch(pair.target, prompts[order[0]], longest)
+    drafter = pair.config, pair.drafter.fc.weight.element_size()
+    batch = batch or rows_together(pair.target, prompts[order[0]], longest, drafter)
     groups = [order[start : start + batch] for start in range(0, len(order), batch)]
     how: dict[str, Any] = {
         "stop": pair.stop,
@@ -315,16 +306,6 @@ def decode_documents(
         identical=len(prompts) - len(differences) if greedy else None,
         differences=tuple(differences),
     )
-
-
-def _batch(target: Target, prompt: list[int], length: int) -> int:
-    """How many prompts to decode together: a power of two, as many rows of `length` as have room."""
-    if target.device.type != "cuda":
-        return BATCH
-    rows, _, _ = prefill(target, [prompt])
-    free, _ = torch.cuda.mem_get_info(target.device)
-    room = int(free) // (SHARE_OF_FREE_MEMORY * row_bytes(rows, length))
-    return max(BATCH, min(MOST_TOGETHER, 1 << room.bit_length() - 1 if room else 0))
 
 
 def _prompt(documents: Documents, number: int) -> list[int]:
