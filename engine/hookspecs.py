@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from engine.dflash.drafter import Drafter
     from engine.dflash.objective import BlockWeights
     from engine.dflash.packing import PackedRow
+    from engine.memory_sizes import TargetMemory
     from engine.runtime.lane import Lane
     from engine.runtime.parcel import Parcel
     from engine.runtime.serializer import Serializer
@@ -226,6 +227,14 @@ def wrap_target(target: Target, lane: Lane, serializer: Serializer) -> Target | 
 
     Called once per target lane, when its weights are in place; lanes on one device are given the same
     target. `forward_taps` of what comes back returns tensors that later calls leave alone.
+    """
+
+
+@hookspec
+def wrap_target_memory(memory: TargetMemory, target: Target, device: torch.device) -> TargetMemory | None:
+    """What the target takes on a device once `wrap_target` has wrapped it, for the plan.
+
+    `target` has shapes and no numbers: its weights lie on the meta device. Left out: nothing changes.
     """
 
 

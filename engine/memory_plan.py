@@ -10,10 +10,10 @@ Totals are what `torch.cuda.max_memory_allocated` reports. The CUDA context and 
 beside that allocator and are stated apart. On a CPU, where the reference kernels run and
 temporaries are less predictable, a plan is rough.
 
-The formulas of target and drafter are in `memory_sizes.py`.
+The formulas of target and drafter are in `memory_sizes.py`; what plugins change is theirs to say.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -23,10 +23,10 @@ from engine.builtin import resolve
 from engine.devices import resolve_attention
 from engine.dflash.configuration import DrafterConfig
 from engine.dflash.packing import packed_length
-from engine.memory_sizes import DrafterLane, Item, target_forward_bytes
+from engine.memory_sizes import DrafterLane, Item, TargetMemory, target_forward_bytes
 from engine.schedule import Schedule
 from engine.target.configuration import TargetSummary, read_json, text_section
-from engine.target.loading import load_target
+from engine.target.loading import Target, load_target
 
 GB = 1e9
 
@@ -53,12 +53,16 @@ ADVICE = {
 }
 
 
+WrapTargetMemory = Callable[[TargetMemory, Target, torch.device], TargetMemory]
+"""What the target takes as loaded, the target without its numbers, a device → what it takes as it is used."""
+
+
 @attrs.frozen
 class MemoryPlan:
     """Items per device and phase. Sizes are bytes here and GB (10^9 bytes) wherever they are shown."""
 
     phases: dict[str, dict[str, tuple[Item, ...]]]
-    """Device to phase (`warm-up` or `first forward`, `training`) to what is allocated at its peak."""
+    """Device to phase (`loading`, `warm-up` or `first forward`, `training`) to what is there at its peak."""
     outside: dict[str, int]
     """Device to bytes beside PyTorch's allocator, in no total."""
     values: dict[str, object]
@@ -126,6 +130,7 @@ def plan_memory(
     depth: int,
     shapes: Sequence[tuple[int, int]],
     optimizer_bytes: int,
+    wrapped: WrapTargetMemory = lambda memory, target, device: memory,
     split_fc: bool = False,
     tuned: bool = False,
     warms_up: bool = True,
@@ -137,6 +142,7 @@ def plan_memory(
         depth: micro-batches that a drafter lane may have waiting.
         shapes: (rows, length) of the micro-batches that occur, as in `BatchStatistics.shapes`.
         optimizer_bytes: of the optimizer's state for all masters.
+        wrapped: what the run's plugins make of the target's memory.
         split_fc: taps are kept apart and projected one by one.
         tuned: the kernels' tuning results are on disk already, so nothing is benchmarked.
         warms_up: kernels are benchmarked before training, as lanes do, and not when a shape first comes.
@@ -167,25 +173,29 @@ def plan_memory(
         keep_head=schedule.keeps_whole_target,
         trust_remote_code=schedule.target.trust_remote_code,
     )
-    target_weights = sum(parameter.nbytes for parameter in target.model.parameters())
-    tied = target.summary.tie_word_embeddings
-
+    weights = sum(parameter.nbytes for parameter in target.model.parameters())
     phases: dict[str, dict[str, tuple[Item, ...]]] = {}
     for device in dict.fromkeys((*targets, *drafters)):
         lanes = targets.count(device), drafters.count(device)
-        first, training = _device_items(run, device, *lanes, target_weights, tied)
+        forward = target_forward_bytes(run.text, run.tokens, run.target_e, fused=device.startswith("cuda"))
+        held = TargetMemory(loaded=weights, weights=weights, forward=forward)
+        held = wrapped(held, target, torch.device(device)) if lanes[0] else held
+        first, training = _device_items(run, device, *lanes, held, target.summary.tie_word_embeddings)
         tuning = [Item("benchmarks of cold kernels", TUNING_BUFFER)] if run.tunes(device) else []
         if warms_up:  # lane by lane, every shape tuned on one device, before there are moments and sums
             before, again = "warm-up", []
-            alone, _ = _device_items(run, device, min(lanes[0], 1), lanes[1], target_weights, tied)
+            alone, _ = _device_items(
+                run, device, min(lanes[0], 1), lanes[1], held, target.summary.tie_word_embeddings
+            )
             ready = alone + (tuning if device == targets[0] else [])
         else:  # a new number of rows is a new key: the target tunes again while drafters train
             before, again = "first forward", tuning if len({rows for rows, _ in shapes}) > 1 else []
             ready = first + tuning
-        phases[device] = {
-            name: tuple(item for item in items if item.bytes)
-            for name, items in (("training", training + again), (before, ready))
-        }
+        named = {"training": training + again, before: ready}
+        if held.loaded > held.weights:
+            beside = _drafter_items(run, device, lanes[1])[0] if lanes[1] else []
+            named["loading"] = [Item("target weights as they are loaded", held.loaded), *beside]
+        phases[device] = {name: tuple(item for item in items if item.bytes) for name, items in named.items()}
     return MemoryPlan(
         phases=phases,
         outside={device: CUDA_CONTEXT if device.startswith("cuda") else 0 for device in phases},
@@ -246,13 +256,13 @@ class _Run:
 
 
 def _device_items(
-    run: _Run, device: str, n: int, m: int, target_weights: int, tied: bool
+    run: _Run, device: str, n: int, m: int, target: TargetMemory, tied: bool
 ) -> tuple[list[Item], list[Item]]:
     """What a device with `n` target and `m` drafter lanes holds from the first forward on, and that with
     what training adds."""
     first, added = [], []
     if n:
-        held, more = _target_items(run, device, n, target_weights)
+        held, more = _target_items(run, device, n, target)
         first += held
         added += more
     if m:
@@ -274,10 +284,9 @@ def _workspaces(device: str, role: str, threads: int) -> list[Item]:
     return [Item(f"cuBLAS workspaces, {role}", size)]
 
 
-def _target_items(run: _Run, device: str, lanes: int, weights: int) -> tuple[list[Item], list[Item]]:
+def _target_items(run: _Run, device: str, lanes: int, target: TargetMemory) -> tuple[list[Item], list[Item]]:
     """The target lanes of a device: what a forward takes, and what waits behind it in training.
     The weights are there once for all of them."""
-    forward = target_forward_bytes(run.text, run.tokens, run.target_e, fused=device.startswith("cuda"))
     # Every drafter lane's waiting micro-batches, shared out over the target lanes, and one being packed.
     waiting = -(-len(run.drafters) * run.depth // len(run.targets)) + 1
     taps = run.tokens * run.taps_width * run.target_e
@@ -287,11 +296,13 @@ def _target_items(run: _Run, device: str, lanes: int, weights: int) -> tuple[lis
     to_bfloat16 = ("target.dtype",) if run.target_e == 4 else ()
     held = [
         Item(
-            f"target weights ({layers} layers, embedding, head; {run.schedule.target.dtype})",
-            weights,
+            f"target weights ({layers} layers, embedding, head; {run.schedule.target.dtype})"
+            + ("" if target.weights == target.loaded else ", as plugins change them"),
+            target.weights,
             (*to_bfloat16, *run.apart(device)),
         ),
-        Item("target forward, widest layer", lanes * forward, ("data.token_budget", *to_bfloat16)),
+        Item("target forward, widest layer", lanes * target.forward, ("data.token_budget", *to_bfloat16)),
+        Item("recordings of the target's forward", lanes * target.recorded, ("data.token_budget",)),
         Item("taps of the rows in flight", lanes * taps, ("data.token_budget",)),
     ]
     keys = ("depth", "data.token_budget")

@@ -32,6 +32,20 @@ class Item:
     """What makes it smaller: keys of `memory_plan.ADVICE`."""
 
 
+@attrs.frozen(kw_only=True)
+class TargetMemory:
+    """What the target takes on one device, in bytes; plugins that wrap the target say what they change."""
+
+    loaded: int
+    """Its weights while it is loaded, once for all lanes of the device."""
+    weights: int
+    """Its weights afterwards, likewise."""
+    forward: int
+    """Live at once in the widest place of a layer, per lane."""
+    recorded: int = 0
+    """Set aside for recordings of its forward, per lane."""
+
+
 def target_forward_bytes(text: Mapping[str, object], tokens: int, e: int, *, fused: bool) -> int:
     """Bytes that live at once in the widest place of one target layer, its input included.
 

@@ -137,6 +137,9 @@ def plan_run(schedule: Schedule, *, one_lane_each: bool = False) -> RunPlan:
             depth=graph.depth,
             shapes=plan.statistics().shapes,
             optimizer_bytes=state,
+            wrapped=lambda memory, target, device: host.wrap(
+                "wrap_target_memory", memory, target=target, device=device
+            ),
             split_fc=any(plugin.name == "plugins.split_fc" for plugin in host.plugins),
             warms_up=not one_lane_each,
         ),

@@ -2,8 +2,9 @@
 
 For GPUs from Ada and Hopper on, where such a product takes little more than half the time of a bfloat16
 one. The drafter learns from what the taps then are, so a server should run the target in the same way.
-Weights are quantised when the run starts, and the originals are freed. How far the taps move is measured
-then, against the bfloat16 walk, and noted; `max_error` bounds it.
+Weights are quantised when the run starts, and the originals are freed, unless the run keeps the whole target
+to evaluate (`run.eval_every` and held-out documents): both then lie side by side. How far the taps move is
+measured at start, against the bfloat16 walk, and noted; `max_error` bounds it.
 """
 
 from typing import Annotated, Literal
@@ -14,8 +15,9 @@ from torch import nn
 
 from engine.errors import DifferenceFound, InputError
 from engine.hookspecs import hookimpl
+from engine.memory_sizes import TargetMemory
 from engine.runtime.lane import Lane
-from engine.target.fp8 import fp8_walk, unfit
+from engine.target.fp8 import fp8_walk, quantised_bytes, quantised_layers, unfit
 from engine.target.fused_check import layer_errors, outputs_of_all_layers, random_tokens, relative_error
 from engine.target.fused_walk import FusedWalk
 from engine.target.loading import Target
@@ -48,6 +50,16 @@ class Fp8Target:
         if target.model not in self._made:
             self._made[target.model] = self._quantised(target)
         return self._made[target.model]
+
+    @hookimpl
+    def wrap_target_memory(
+        self, memory: TargetMemory, target: Target, device: torch.device
+    ) -> TargetMemory | None:
+        if self.options.on == "gpu" and device.type != "cuda":
+            return None
+        layers = quantised_layers(target)
+        freed = 0 if target.has_head else sum(layer.weight.nbytes for layer in layers)
+        return attrs.evolve(memory, weights=memory.weights - freed + sum(map(quantised_bytes, layers)))
 
     def _quantised(self, target: Target) -> Target:
         walk = target.walk if isinstance(target, Target) else None

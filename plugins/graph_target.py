@@ -19,6 +19,7 @@ from torch import Tensor
 
 from engine.errors import DifferenceFound
 from engine.hookspecs import hookimpl
+from engine.memory_sizes import TargetMemory
 from engine.runtime.graph_capture import CapturedCall, LaneGraphs
 from engine.runtime.lane import Lane
 from engine.runtime.serializer import Serializer
@@ -133,6 +134,14 @@ class GraphTarget:
             return attrs.evolve(target, notes={**target.notes, "graph_target": note})
         walk = GraphWalk(target, lane, serializer, self.options, LaneGraphs(lane, serializer))
         return attrs.evolve(target, walk=walk)
+
+    @hookimpl
+    def wrap_target_memory(self, memory: TargetMemory, device: torch.device) -> TargetMemory | None:
+        if device.type != "cuda":
+            return None
+        most = self.options.memory_gb
+        recorded = memory.forward if most is None else min(memory.forward, int(most * 1e9))
+        return attrs.evolve(memory, recorded=memory.recorded + recorded)
 
 
 def make(options: Options) -> GraphTarget:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from small_runs import ONE_LANE_EACH, small_project
@@ -12,6 +13,7 @@ from test_fused_target import CPU_LANE, GPU_LANE, ids_of, random_target
 from torch import nn
 
 from engine.errors import DifferenceFound, InputError
+from engine.memory_sizes import TargetMemory
 from engine.run import run
 from engine.schedule import load_schedule
 from engine.target import fp8
@@ -87,12 +89,43 @@ def test_taps_move_by_what_three_bits_round_and_are_noted(tmp_path: Path, kind: 
     assert kernels["fused_target"] == target.kernels()["fused_target"]
 
 
+def tensor_bytes(target: Target) -> int:
+    """What the model's weights and the 8-bit projections over them take."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def look(thing: Any) -> None:
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, Fp8Projection):
+            found[id(thing)] = thing.weight.nbytes + thing.scales.nbytes
+        elif attrs.has(type(thing)):
+            for field in attrs.fields(type(thing)):
+                look(getattr(thing, field.name))
+        elif isinstance(thing, list | tuple):
+            for one in thing:
+                look(one)
+        elif callable(thing) and getattr(thing, "__closure__", None):
+            for cell in thing.__closure__:
+                look(cell.cell_contents)
+
+    assert isinstance(target.walk, FusedWalk)
+    look(list(target.walk.layers))
+    return sum(parameter.nbytes for parameter in target.model.parameters()) + sum(found.values())
+
+
 def test_quantised_weights_are_freed_unless_the_whole_target_is_there_to_decode_with(tmp_path: Path) -> None:
     for keep_head in (False, True):
         folder = tmp_path / str(keep_head)
         target = random_target(folder, "qwen3_5_text", dtype=torch.bfloat16, keep_head=keep_head)
-        made = Fp8Target(Options(on="all")).wrap_target(fused(target), CPU_LANE)
+        plugin = Fp8Target(Options(on="all"))
+        before = sum(parameter.nbytes for parameter in target.model.parameters())
+        planned = TargetMemory(loaded=before, weights=before, forward=0)
+        planned = plugin.wrap_target_memory(planned, target, target.device) or planned
+        made = plugin.wrap_target(fused(target), CPU_LANE)
         assert made is not None
+        assert planned.loaded == before and planned.weights == tensor_bytes(made)
         layer = target.model.base_model.layers[0]
         assert bool(layer.mlp.gate_proj.weight.numel()) == keep_head
         assert layer.linear_attn.in_proj_a.weight.numel() and target.embed_tokens.numel()

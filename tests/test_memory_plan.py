@@ -16,7 +16,7 @@ from engine.memory_free import check_fits, free_memory
 from engine.memory_plan import GB, MemoryPlan, plan_memory
 from engine.planning import drafter_config, optimizer_bytes
 from engine.plugin_host import load_plugins
-from engine.schedule import Schedule, load_schedule
+from engine.schedule import Plugin, Schedule, load_schedule
 from engine.schedule_checks import check_against_target
 from engine.target.configuration import TargetSummary, read_target_config
 from engine.target.loading import load_target
@@ -44,6 +44,7 @@ def planned(
     warms_up: bool = True,
 ) -> MemoryPlan:
     config = drafter_config(schedule, summary)
+    host = load_plugins(schedule.plugin)
     return plan_memory(
         schedule,
         summary,
@@ -52,7 +53,10 @@ def planned(
         drafters=drafters,
         depth=depth,
         shapes=shapes,
-        optimizer_bytes=optimizer_bytes(load_plugins(), config),
+        optimizer_bytes=optimizer_bytes(host, config),
+        wrapped=lambda memory, target, device: host.wrap(
+            "wrap_target_memory", memory, target=target, device=device
+        ),
         tuned=tuned,
         warms_up=warms_up,
     )
@@ -139,6 +143,42 @@ def test_drafters_share_out_masters_and_moments_but_not_gradient_sums(
     for item, factor in (("master weights", 0.5), ("optimizer state", 0.5), ("gradient sums", 1)):
         assert size(two, "cuda:1", item) == size(one, "cuda:1", item) * factor
         assert size(two, "cuda:2", item) == size(two, "cuda:1", item)
+
+
+def with_plugins(schedule: Schedule, whole: bool, *names: str) -> Schedule:
+    run = attrs.evolve(schedule.run, eval_every=1000 if whole else 0)
+    plugins = tuple(Plugin(use=f"plugins.{name}") for name in names)
+    return attrs.evolve(schedule, run=run, plugin=plugins)
+
+
+def test_a_target_in_8_bits_is_planned_as_loaded_and_as_it_is_used(
+    large: tuple[Schedule, TargetSummary],
+) -> None:
+    schedule, summary = large
+    apart: dict[str, Any] = dict(targets=("cuda:0",), drafters=("cuda:1",), shapes=LARGE_SHAPES)
+    plain = planned(with_plugins(schedule, False), summary, **apart)
+    weights = size(plain, "cuda:0", "target weights")
+    quantised = planned(with_plugins(schedule, False, "fp8_target"), summary, **apart)
+    assert quantised.peak_phase("cuda:0") == "loading" and quantised.total("cuda:0") == weights
+    kept = size(quantised, "cuda:0", "target weights")
+    assert 0.5 * weights < kept < 0.6 * weights  # embedding, head and small projections stay as they are
+    both = planned(with_plugins(schedule, True, "fp8_target"), summary, **apart)
+    assert both.peak_phase("cuda:0") == "training"
+    assert size(both, "cuda:0", "target weights") > 1.4 * weights  # evaluation decodes with the originals
+    assert quantised.total("cuda:1") == plain.total("cuda:1")
+
+
+def test_recordings_of_the_target_s_forward_are_planned_up_to_their_bound(
+    large: tuple[Schedule, TargetSummary],
+) -> None:
+    schedule, summary = large
+    apart: dict[str, Any] = dict(targets=("cuda:0",) * 2, drafters=("cuda:1",), shapes=LARGE_SHAPES)
+    recorded = with_plugins(schedule, False, "graph_target")
+    plan = planned(recorded, summary, **apart)
+    assert size(plan, "cuda:0", "recordings") == size(plan, "cuda:0", "target forward")
+    bounded = attrs.evolve(recorded.plugin[0], options={"memory_gb": 0.25})
+    plan = planned(attrs.evolve(recorded, plugin=(bounded,)), summary, **apart)
+    assert size(plan, "cuda:0", "recordings") == 2 * 250_000_000
 
 
 def test_lanes_of_one_device_are_added_up_and_shared_weights_counted_once(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engine.target import fused_operations
 from engine.target.fused_operations import Norm, Operations, Projection
-from engine.target.fused_walk import FusedWalk, fused_walk, on_device
+from engine.target.fused_walk import FusedWalk, fused_walk, on_device, walked_layers
 from engine.target.loading import Target
 
 E4M3 = torch.float8_e4m3fn
@@ -161,6 +161,17 @@ def unfit(walk: FusedWalk) -> str | None:
             if part.weight.dtype != torch.bfloat16:
                 return f"{name} is {part.weight.dtype}; 8-bit products with a scale per row return bfloat16"
     return None
+
+
+def quantised_layers(target: Target) -> list[nn.Linear]:
+    """The linear layers of a walk over a target that run in 8 bits."""
+    named = [part for layer in walked_layers(target) for part in layer.named_modules()]
+    return [part for name, part in named if isinstance(part, nn.Linear) and not name.endswith(KEPT)]
+
+
+def quantised_bytes(linear: nn.Linear) -> int:
+    """What a layer's weight takes in 8 bits, scales included."""
+    return linear.weight.numel() + 4 * linear.out_features
 
 
 def fp8_walk(target: Target, walk: FusedWalk, *, release: bool) -> FusedWalk:
