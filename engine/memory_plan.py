@@ -180,13 +180,11 @@ def plan_memory(
         forward = target_forward_bytes(run.text, run.tokens, run.target_e, fused=device.startswith("cuda"))
         held = TargetMemory(loaded=weights, weights=weights, forward=forward)
         held = wrapped(held, target, torch.device(device)) if lanes[0] else held
-        first, training = _device_items(run, device, *lanes, held, target.summary.tie_word_embeddings)
+        first, training = _device_items(run, device, *lanes, held)
         tuning = [Item("benchmarks of cold kernels", TUNING_BUFFER)] if run.tunes(device) else []
         if warms_up:  # lane by lane, every shape tuned on one device, before there are moments and sums
             before, again = "warm-up", []
-            alone, _ = _device_items(
-                run, device, min(lanes[0], 1), lanes[1], held, target.summary.tie_word_embeddings
-            )
+            alone, _ = _device_items(run, device, min(lanes[0], 1), lanes[1], held)
             ready = alone + (tuning if device == targets[0] else [])
         else:  # a new number of rows is a new key: the target tunes again while drafters train
             before, again = "first forward", tuning if len({rows for rows, _ in shapes}) > 1 else []
@@ -256,7 +254,7 @@ class _Run:
 
 
 def _device_items(
-    run: _Run, device: str, n: int, m: int, target: TargetMemory, tied: bool
+    run: _Run, device: str, n: int, m: int, target: TargetMemory
 ) -> tuple[list[Item], list[Item]]:
     """What a device with `n` target and `m` drafter lanes holds from the first forward on, and that with
     what training adds."""
@@ -267,7 +265,11 @@ def _device_items(
         added += more
     if m:
         if not n or run.drafter_e != run.target_e:
-            copies = (1 if tied else 2) * run.summary.vocab_size * run.summary.hidden_size
+            copies = (
+                (1 if run.summary.tie_word_embeddings else 2)
+                * run.summary.vocab_size
+                * run.summary.hidden_size
+            )
             first.append(Item("embedding and head for the drafters", copies * run.drafter_e))
         held, more = _drafter_items(run, device, m)
         first += held
