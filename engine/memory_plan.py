@@ -13,7 +13,7 @@ temporaries are less predictable, a plan is rough.
 The formulas of target and drafter are in `memory_sizes.py`; what plugins change is theirs to say.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 import torch
@@ -23,10 +23,10 @@ from engine.builtin import resolve
 from engine.devices import resolve_attention
 from engine.dflash.configuration import DrafterConfig
 from engine.dflash.packing import packed_length
-from engine.memory_sizes import DrafterLane, Item, TargetMemory, target_forward_bytes
+from engine.memory_sizes import DrafterLane, Item, TargetMemory, WrapTargetMemory, target_forward_bytes
 from engine.schedule import Schedule
 from engine.target.configuration import TargetSummary, read_json, text_section
-from engine.target.loading import Target, load_target
+from engine.target.loading import load_target
 
 GB = 1e9
 
@@ -51,10 +51,6 @@ ADVICE = {
     "more drafters": "name more devices in devices.drafters ({drafters}): they share out masters and moments",
     "devices": "give target and drafter devices of their own in devices.targets and devices.drafters",
 }
-
-
-WrapTargetMemory = Callable[[TargetMemory, Target, torch.device], TargetMemory]
-"""What the target takes as loaded, the target without its numbers, a device → what it takes as it is used."""
 
 
 @attrs.frozen
@@ -265,11 +261,8 @@ def _device_items(
         added += more
     if m:
         if not n or run.drafter_e != run.target_e:
-            copies = (
-                (1 if run.summary.tie_word_embeddings else 2)
-                * run.summary.vocab_size
-                * run.summary.hidden_size
-            )
+            tables = 1 if run.summary.tie_word_embeddings else 2
+            copies = tables * run.summary.vocab_size * run.summary.hidden_size
             first.append(Item("embedding and head for the drafters", copies * run.drafter_e))
         held, more = _drafter_items(run, device, m)
         first += held

@@ -10,13 +10,19 @@ P drafter parameters.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 
 from engine.dflash.attention import BLOCKS_PER_PIECE
 from engine.dflash.configuration import DrafterConfig
 from engine.dflash.masters import PIECE
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.target.loading import Target
 
 DELTA_RULE_CHUNK = 64
 """Tokens between two recurrent states that the chunked gated delta rule keeps."""
@@ -44,6 +50,10 @@ class TargetMemory:
     """Live at once in the widest place of a layer, per lane."""
     recorded: int = 0
     """Set aside for recordings of its forward, per lane."""
+
+
+WrapTargetMemory = Callable[[TargetMemory, "Target", "torch.device"], TargetMemory]
+"""What the target takes as loaded, the target without its numbers, a device → what it takes as it is used."""
 
 
 def target_forward_bytes(text: Mapping[str, object], tokens: int, e: int, *, fused: bool) -> int:
