@@ -6,14 +6,15 @@ lie is not among it: a folder may have moved to another disk, and its content is
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from engine.errors import CheckpointError
 from engine.planning import RunPlan
-from engine.plugin_host import PluginHost
+from engine.plugin_host import changes_numbers
+from engine.plugin_loading import LoadedPlugin
 from engine.schedule import Data, Drafter, Target, Train
 from engine.target.fingerprint import config_fingerprint, vocabulary_fingerprint, weights_fingerprint
 from engine.toml_text import shown
@@ -31,7 +32,10 @@ PLACES = frozenset({"target.path", "drafter.init", "data.path", "data.held_out"}
 """Paths; what they name has a fingerprint, and a drafter's first weights are in the checkpoint."""
 
 DECIDING_HOOKS = ("make_objective", "make_optimizer", "make_attention", "load_target", "make_stage")
-"""Feature paths, transfers and wrappers are left out: they move and group the same sums."""
+"""Feature paths and transfers are left out: they move and group the same sums."""
+
+WRAPPING_HOOKS = ("wrap_target", "wrap_drafter")
+"""Of these, the plugins that do not say of themselves that they keep the numbers."""
 
 OPTIMIZER = "plugin for make_optimizer"
 
@@ -56,7 +60,9 @@ def run_facts(plan: RunPlan) -> dict[str, Any]:
     }
     if not plan.on_gpus:
         facts["run.cpu_threads"] = run.cpu_threads  # they decide the last bits of a matrix product
-    return facts | {f"plugin for {hook}": _plugins_with(plan.host, hook) for hook in DECIDING_HOOKS}
+    asked = {hook: plan.host.answering(hook) for hook in DECIDING_HOOKS}
+    asked |= {hook: [*filter(changes_numbers, plan.host.answering(hook))] for hook in WRAPPING_HOOKS}
+    return facts | {f"plugin for {hook}": _with_options(plugins) for hook, plugins in asked.items()}
 
 
 def differences(
@@ -109,12 +115,10 @@ def _options(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {shown(value)}" for key, value in options.items())
 
 
-def _plugins_with(host: PluginHost, hook: str) -> dict[str, dict[str, Any]]:
-    """Plugins that have a hook, in their order, with their options; the engine's own are left out."""
+def _with_options(plugins: Sequence[LoadedPlugin]) -> dict[str, dict[str, Any]]:
+    """Plugins in their order, with their options; the engine's own are left out."""
     return {
-        plugin.name: _plain(attrs.asdict(plugin.options))
-        for plugin in host.answering(hook)
-        if plugin.origin != "default"
+        plugin.name: _plain(attrs.asdict(plugin.options)) for plugin in plugins if plugin.origin != "default"
     }
 
 

@@ -226,7 +226,8 @@ def wrap_target(target: Target, lane: Lane, serializer: Serializer) -> Target | 
     """The target as one lane will call it: fused kernels, 8-bit products, CUDA graphs.
 
     Called once per target lane, when its weights are in place; lanes on one device are given the same
-    target. `forward_taps` of what comes back returns tensors that later calls leave alone.
+    target. `forward_taps` of what comes back returns tensors that later calls leave alone. A module whose
+    wrapper keeps the taps but for rounding says `KEEPS_NUMBERS = True`; with another a resumed run drifts.
     """
 
 

@@ -24,6 +24,9 @@ from engine.target.fused_walk import fused_walk
 from engine.target.loading import Target
 from engine.toml_tables import Bounds
 
+KEEPS_NUMBERS = True
+"""But for rounding; so a run may go on with it or without it."""
+
 
 @attrs.frozen(kw_only=True)
 class Options:

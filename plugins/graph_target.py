@@ -28,6 +28,9 @@ from engine.toml_tables import Bounds
 
 Shape = tuple[int, int]
 
+KEEPS_NUMBERS = True
+"""But for rounding; so a run may go on with it or without it."""
+
 
 @attrs.frozen(kw_only=True)
 class Options:

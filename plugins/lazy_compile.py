@@ -39,6 +39,9 @@ from engine.runtime.serializer import Serializer
 
 Position = tuple[Tensor, Tensor]
 
+KEEPS_NUMBERS = True
+"""But for rounding; so a run may go on with it or without it."""
+
 
 @attrs.frozen(kw_only=True)
 class Options:

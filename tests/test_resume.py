@@ -11,7 +11,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from small_runs import small_project, write_config, write_random
 
+from engine.drift import run_facts
 from engine.errors import CheckpointError
+from engine.planning import plan_run
 from engine.run import RunResult, run
 from engine.schedule import load_schedule
 
@@ -225,6 +227,27 @@ def test_another_optimizer_or_option_stops_a_resume(project: Path, saved: Path, 
         CheckpointError, match=r"make_optimizer: was the engine's own, is plugins.muon \(.*0\.9"
     ):
         trained(muon, saved, *lanes(1, 1), resume=True)
+
+
+def test_a_wrapper_stops_a_resume_unless_it_keeps_the_numbers(
+    project: Path, saved: Path, tmp_path: Path
+) -> None:
+    wrapper = tmp_path / "wrapper.py"
+    source = (
+        "import attrs\nfrom engine.hookspecs import hookimpl\n\n@attrs.frozen\nclass Options:\n    pass\n\n"
+        "class Wrapper:\n    @hookimpl\n    def wrap_target(self, target):\n        return None\n\n"
+        "def make(options):\n    return Wrapper()\n"
+    )
+    schedule = tmp_path / "wrapped.toml"
+    schedule.write_text(project.read_text() + f'[[plugin]]\nuse = "{wrapper}"\n')
+    wrapper.write_text(source)
+    with pytest.raises(CheckpointError, match=r"plugin for wrap_target: was the engine's own, is .*wrapper"):
+        trained(schedule, saved, *lanes(1, 1), resume=True)
+    quiet = tmp_path / "quiet.py"
+    quiet.write_text(source + "\n\nKEEPS_NUMBERS = True\n")
+    schedule.write_text(project.read_text() + f'[[plugin]]\nuse = "{quiet}"\n')
+    plan = plan_run(load_schedule(schedule))
+    assert not run_facts(plan)["plugin for wrap_target"]
 
 
 def test_an_allowed_drift_is_written_down_and_goes_on(project: Path, broken: Path, tmp_path: Path) -> None:
