@@ -69,23 +69,27 @@ def prepare(
         "device": device,
         "dtype": dtype,
     }
-    writer = requested_writer(answers, target, settings, lambda line: typer.echo(line, err=True))
-    folder = tokenizer or target
-    if folder is None:
-        raise InputError("--tokenizer: needed, the folder of the target's tokenizer")
-    prepare_documents(
-        inputs,
-        resolve(folder),
-        output,
-        max_length=max_length,
-        held_out=held_out,
-        show=show,
-        max_bad=max_bad,
-        answers="all" if answers == "target" else answers,
-        template_options=template_options,
-        answer_writer=writer,
-        overwrite=overwrite,
-    )
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    with requested_writer(answers, target, settings, say, tokenizer=tokenizer) as writer:
+        folder = tokenizer or target
+        if folder is None:
+            raise InputError("--tokenizer: needed, the folder of the target's tokenizer")
+        prepare_documents(
+            inputs,
+            resolve(folder),
+            output,
+            max_length=max_length,
+            held_out=held_out,
+            show=show,
+            max_bad=max_bad,
+            answers="all" if answers == "target" else answers,
+            template_options=template_options,
+            answer_writer=writer,
+            overwrite=overwrite,
+        )
 
 
 @data_app.command("inspect")

@@ -1,5 +1,6 @@
 """Answers of the target's own: in their context, resumable, the same whatever stands beside them."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -26,7 +27,9 @@ from engine.data.manifest import read_manifest
 from engine.data.preparation import DUPLICATE, _keep, prepare
 from engine.data.regeneration import AnswerWriter, settings_of
 from engine.data.report import Report
-from engine.regenerate import answer_writer
+from engine.errors import InputError
+from engine.regenerate import answer_writer, check_tokenizer
+from engine.target.configuration import read_target_config
 from engine.target.generation import greedy
 from engine.target.loading import Target, load_target
 
@@ -425,6 +428,63 @@ def test_flags_that_do_not_go_together_are_refused(
     code, printed = command(monkeypatch, capsys, tmp_path / "in.jsonl", "--output", tmp_path / "out", *flags)
     assert code == 2 and words in printed, printed
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_is_not_the_targets_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps(questions(1)[0]) + "\n")
+    tokenizer = load_tokenizer(FOLDER)
+    tokenizer.save_pretrained(tmp_path / "same")
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    flags = ["--answers", "target", "--target", TINY_HYBRID, "--max-new-tokens", 2, "--device", "cpu"]
+    given = [tmp_path / "in.jsonl", "--output", tmp_path / "out", *flags, "--tokenizer"]
+    with monkeypatch.context() as nothing:
+        nothing.setattr("engine.regenerate.load_target", None)
+        code, printed = command(monkeypatch, capsys, *given, tmp_path / "other")
+    assert code == 2 and f"--tokenizer {tmp_path / 'other'}" in printed and "leave --tokenizer out" in printed
+    assert not (tmp_path / "out").exists()
+    assert command(monkeypatch, capsys, *given, tmp_path / "same")[0] == 0
+
+
+def test_beside_a_target_without_a_tokenizer_ids_must_fit_its_vocabulary(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(FOLDER)
+    tokenizer.save_pretrained(tmp_path / "fits")
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    bare = attrs.evolve(read_target_config(FOLDER), folder=tmp_path)
+    check_tokenizer(tmp_path / "fits", bare)
+    with pytest.raises(InputError, match="has 1025 ids.* ends at 1023"):
+        check_tokenizer(tmp_path / "larger", bare)
+
+
+def test_tuning_is_taken_up_and_kept_while_the_target_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def tuning(device: str, say: Callable[[str], None]) -> Iterator[None]:
+        events.append(f"tuning on {device}")
+        yield
+        events.append("tuning kept")
+
+    def loaded(folder: Path, **settings: Any) -> AnswerWriter:
+        events.append("loaded")
+        return scripted(echo, decode=decode)
+
+    def decode(prompts: list[list[int]], most: int) -> list[list[int]]:
+        events.append("answered")
+        return [echo(prompt) for prompt in prompts]
+
+    monkeypatch.setattr("engine.regenerate.earlier_tuning", tuning)
+    monkeypatch.setattr("engine.regenerate.load_answer_writer", loaded)
+    (tmp_path / "in.jsonl").write_text(json.dumps(questions(2)[1]) + "\n")
+    flags = ["--answers", "target", "--target", TINY_HYBRID, "--device", "cpu", "--output", tmp_path / "out"]
+    code, printed = command(monkeypatch, capsys, tmp_path / "in.jsonl", *flags)
+    assert code == 0, printed
+    assert events == ["tuning on cpu", "loaded", "answered", "tuning kept"]
 
 
 @pytest.mark.gpu
