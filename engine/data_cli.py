@@ -51,6 +51,9 @@ def prepare(
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="of the target; bfloat16", **one_of("bfloat16", "float32")),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run model code that stands in the target's folder")
+    ] = False,
 ) -> None:
     """Turn JSONL conversations into documents for training."""
     from engine.builtin import resolve
@@ -68,6 +71,7 @@ def prepare(
         "seed": seed,
         "device": device,
         "dtype": dtype,
+        "trust_remote_code": trust_remote_code or None,
     }
 
     def say(line: str) -> None:

@@ -139,20 +139,18 @@ def check_tokenizer(folder: Path, summary: TargetSummary) -> None:
     Raises:
         InputError: its ids mean something else to the target, or nothing at all.
     """
-    tokenizer = load_tokenizer(folder)
-    if not any(
-        (Path(summary.folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")
-    ):
+    tokenizer, target = load_tokenizer(folder), Path(summary.folder)
+    if not any((target / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         if (ids := vocabulary_size(tokenizer)) > summary.vocab_size:
             raise InputError(
-                f"--tokenizer {folder}: has {ids} ids, and the vocabulary of the target {summary.folder} ends "
+                f"--tokenizer {folder}: has {ids} ids, and the vocabulary of the target {target} ends "
                 f"at {summary.vocab_size - 1}; give the tokenizer that the target was trained with"
             )
         return
-    given, wanted = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(load_tokenizer(summary.folder))
+    given, wanted = tokenizer_fingerprint(tokenizer), tokenizer_fingerprint(load_tokenizer(target))
     if given != wanted:
         raise InputError(
-            f"--tokenizer {folder}: its vocabulary ({given}) is not that of the target {summary.folder} "
+            f"--tokenizer {folder}: its vocabulary ({given}) is not that of the target {target} "
             f"({wanted}), which would read other text and whose documents no run would take; leave "
             "--tokenizer out, and the target's own is used"
         )

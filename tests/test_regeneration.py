@@ -408,6 +408,7 @@ def test_the_command_writes_documents_that_name_their_target(
         (["--answers", "target"], "--target"),
         (["--tokenizer", TINY_HYBRID, "--temperature", "1"], "--temperature: only with --answers target"),
         (["--target", TINY_HYBRID, "--batch", "2"], "--target, --batch: only with"),
+        (["--tokenizer", TINY_HYBRID, "--trust-remote-code"], "--trust-remote-code: only with"),
         ([], "--tokenizer: needed"),
         (["--answers", "target", "--target", TINY_HYBRID, "--device", "cuda:77"], "cuda:77"),
         (["--answers", "target", "--target", "nowhere"], "nowhere"),
@@ -457,6 +458,22 @@ def test_beside_a_target_without_a_tokenizer_ids_must_fit_its_vocabulary(tmp_pat
     check_tokenizer(tmp_path / "fits", bare)
     with pytest.raises(InputError, match="has 1025 ids.* ends at 1023"):
         check_tokenizer(tmp_path / "larger", bare)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_code_in_the_targets_folder_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trust: bool
+) -> None:
+    def load(folder: Path, *, trust_remote_code: bool, **settings: Any) -> None:
+        raise InputError(f"code trusted: {trust_remote_code}")
+
+    monkeypatch.setattr("engine.regenerate.load_target", load)
+    (tmp_path / "in.jsonl").write_text(json.dumps(questions(1)[0]) + "\n")
+    flags = ["--answers", "target", "--target", TINY_HYBRID, "--device", "cpu", "--output", tmp_path / "out"]
+    code, printed = command(
+        monkeypatch, capsys, tmp_path / "in.jsonl", *flags, *["--trust-remote-code"] * trust
+    )
+    assert code == 2 and f"code trusted: {trust}" in printed, printed
 
 
 def test_tuning_is_taken_up_and_kept_while_the_target_answers(
