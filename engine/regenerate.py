@@ -4,7 +4,7 @@ What an answer depends on (weights, sampling, limits) goes into the manifest and
 file in which answers are kept, so that answers of two settings cannot be mixed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import transformers
 from engine.builtin import resolve
 from engine.data.chat import Tokens, load_tokenizer, tokenizer_fingerprint, vocabulary_size
 from engine.data.regeneration import AnswerWriter
+from engine.decoding_batch import MOST_TOGETHER, TOGETHER_ON_CPU, rows_together
 from engine.errors import InputError, TargetError
 from engine.served_pair import Say, chosen_device, earlier_tuning
 from engine.target.configuration import TargetSummary, read_target_config
@@ -23,6 +24,9 @@ from engine.target.generation import decode_alone
 from engine.target.loading import Target, load_target
 from engine.target.sampling import check_temperature
 from engine.target_agreement import documents_agreement
+
+LIKE_LENGTHS = 256
+"""Tokens: how many texts have room is found out for multiples of it."""
 
 
 @contextmanager
@@ -33,13 +37,14 @@ def requested_writer(
     say: Say,
     *,
     tokenizer: str | None = None,
+    part: str | None = None,
 ) -> Iterator[AnswerWriter | None]:
     """The target that a command line asks to write the answers; None where it asks for none.
 
     While it answers, earlier tuning of this machine is used and new tuning is kept.
 
     Args:
-        answers: of `--answers`. target: of `--target`. tokenizer: of `--tokenizer`.
+        answers: of `--answers`. target: of `--target`. tokenizer: of `--tokenizer`. part: of `--part`.
         settings: what was given of `load_answer_writer`'s arguments; None where it was not.
 
     Raises:
@@ -55,7 +60,7 @@ def requested_writer(
         with earlier_tuning(given["device"], say):
             yield load_answer_writer(resolve(target), tokenizer=own, say=say, **given)
         return
-    flags = ["target"] * (target is not None) + list(given)
+    flags = ["target"] * (target is not None) + list(given) + ["part"] * (part is not None)
     if flags:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
         raise InputError(f"{named}: only with --answers target, which lets a target write the answers")
@@ -67,7 +72,7 @@ def load_answer_writer(
     *,
     temperature: float = 0.0,
     max_new_tokens: int = 1024,
-    batch: int = 32,
+    batch: int | None = None,
     seed: int = 0,
     device: str | None = None,
     dtype: str = "bfloat16",
@@ -81,7 +86,7 @@ def load_answer_writer(
         folder: of the target.
         temperature: 0 takes the most likely token; above it, tokens are drawn.
         max_new_tokens: of an answer, its end included.
-        batch: prompts side by side.
+        batch: prompts side by side; None: 32, on a GPU as many as have room, up to 256.
         seed: of the draws; each is a function of it, the prompt and the place.
         device: a GPU where there is one, by default.
         dtype: the one the target will be served in.
@@ -162,10 +167,10 @@ def answer_writer(
     *,
     temperature: float,
     max_new_tokens: int,
-    batch: int,
+    batch: int | None,
     seed: int,
 ) -> AnswerWriter:
-    """A loaded target as the writer of answers; `facts` name it and its settings."""
+    """A loaded target as the writer of answers; `facts` name it and its settings, `batch` is none of them."""
     stop = frozenset(target.summary.eos_token_ids)
 
     def decode(prompts: list[list[int]], most: int) -> list[list[int]]:
@@ -176,7 +181,7 @@ def answer_writer(
             stop=stop,
             temperature=temperature,
             seed=seed,
-            rows_at_once=batch,
+            rows_at_once=len(prompts),
         )
 
     def agreement(documents: Sequence[Tokens]) -> tuple[int, int]:
@@ -190,7 +195,22 @@ def answer_writer(
         stop=stop,
         positions=target.summary.max_position_embeddings,
         max_new_tokens=max_new_tokens,
-        batch=batch,
+        batch=batch or (MOST_TOGETHER if target.device.type == "cuda" else TOGETHER_ON_CPU),
+        room=None if batch else rows_with_room(target),
         facts=facts,
         agreement=agreement,
     )
+
+
+def rows_with_room(target: Target) -> Callable[[list[int], int], int]:
+    """How many prompts a device has room for, as `AnswerWriter.room` asks; found once for like lengths."""
+    known: dict[int, int] = {}
+
+    def room(prompt: list[int], length: int) -> int:
+        longest = -(-length // LIKE_LENGTHS) * LIKE_LENGTHS
+        if longest not in known:
+            torch.cuda.empty_cache()  # what earlier batches left is free, and must be seen to be
+            known[longest] = rows_together(target, prompt, longest)
+        return known[longest]
+
+    return room
