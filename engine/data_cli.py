@@ -44,16 +44,30 @@ def prepare(
         float | None, typer.Option(min=0, help="of its answers; 0, the default: the most likely tokens")
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="of an answer; 1024")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="prompts answered side by side; 32")] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="prompts answered side by side; else 32, on a GPU as many as have room"),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N", help="with --answers target: only answer the I-th of N parts of the rows"
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of the draws; 0")] = None,
     device: Annotated[str | None, typer.Option(help="of the target: cpu or cuda:<n>")] = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
         typer.Option(help="of the target; bfloat16", **one_of("bfloat16", "float32")),
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="run model code that stands in the target's folder")
+    ] = False,
 ) -> None:
     """Turn JSONL conversations into documents for training."""
     from engine.builtin import resolve
+    from engine.data.asked_rows import Part
+    from engine.data.preparation import answer_part
     from engine.data.preparation import prepare as prepare_documents
     from engine.regenerate import requested_writer
     from engine.toml_text import apply_override
@@ -68,24 +82,43 @@ def prepare(
         "seed": seed,
         "device": device,
         "dtype": dtype,
+        "trust_remote_code": trust_remote_code or None,
     }
-    writer = requested_writer(answers, target, settings, lambda line: typer.echo(line, err=True))
-    folder = tokenizer or target
-    if folder is None:
-        raise InputError("--tokenizer: needed, the folder of the target's tokenizer")
-    prepare_documents(
-        inputs,
-        resolve(folder),
-        output,
-        max_length=max_length,
-        held_out=held_out,
-        show=show,
-        max_bad=max_bad,
-        answers="all" if answers == "target" else answers,
-        template_options=template_options,
-        answer_writer=writer,
-        overwrite=overwrite,
-    )
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    share = Part.parse(part) if part is not None else None
+    with requested_writer(answers, target, settings, say, tokenizer=tokenizer, part=part) as writer:
+        folder = tokenizer or target
+        if folder is None:
+            raise InputError("--tokenizer: needed, the folder of the target's tokenizer")
+        if share is not None and writer is not None:
+            answer_part(
+                inputs,
+                resolve(folder),
+                output,
+                share,
+                max_length=max_length,
+                max_bad=max_bad,
+                template_options=template_options,
+                answer_writer=writer,
+                overwrite=overwrite,
+            )
+            return
+        prepare_documents(
+            inputs,
+            resolve(folder),
+            output,
+            max_length=max_length,
+            held_out=held_out,
+            show=show,
+            max_bad=max_bad,
+            answers="all" if answers == "target" else answers,
+            template_options=template_options,
+            answer_writer=writer,
+            overwrite=overwrite,
+        )
 
 
 @data_app.command("inspect")

@@ -61,6 +61,7 @@ def evaluate_checkpoint(
     prompts: int | None = 200,
     data: str | None = None,
     target: str | None = None,
+    trust_remote_code: bool = False,
     device: str | None = None,
     walks: bool = True,
     decodes: bool = True,
@@ -74,7 +75,8 @@ def evaluate_checkpoint(
 
     Args:
         prompts: at most so many documents; None: all.
-        data: documents instead of the schedule's held-out ones. target, device: see `load_pair`.
+        data: documents instead of the schedule's held-out ones.
+        target, trust_remote_code, device: see `load_pair`.
         walks, decodes: which of the two measures to take.
         max_new_tokens: of an answer.
         temperature: 0 is greedy. seed: of the sampling.
@@ -88,7 +90,7 @@ def evaluate_checkpoint(
         raise InputError("--no-walk and --no-decoding leave nothing to evaluate: give one of the two")
     name = chosen_device(device)
     with earlier_tuning(name, say):
-        pair = load_pair(path, target=target, device=name, say=say)
+        pair = load_pair(path, target=target, trust_remote_code=trust_remote_code, device=name, say=say)
         if decodes and pair.schedule is not None and pair.schedule.train.zero_taps:
             raise InputError(
                 f"{pair.checkpoint}: was trained with train.zero_taps, and decoding would give it the "

@@ -27,6 +27,7 @@ def generate(
     chat: bool = True,
     template: Mapping[str, Any] | None = None,
     target: str | None = None,
+    trust_remote_code: bool = False,
     device: str | None = None,
     output: Console,
     notes: Console,
@@ -34,7 +35,7 @@ def generate(
     """Answer a prompt and print the answer while it is decoded, the drafter's tokens in colour.
 
     Args:
-        path: a checkpoint, or a run's folder. target, device: see `load_pair`.
+        path: a checkpoint, or a run's folder. target, trust_remote_code, device: see `load_pair`.
         max_new_tokens: of the answer. temperature: 0 is greedy. seed: of the sampling.
         chat: render the prompt by the chat template of the target's tokenizer; otherwise it is continued.
         template: variables for the template, such as `{"enable_thinking": False}`.
@@ -51,7 +52,7 @@ def generate(
         raise InputError("--prompt is empty: give some text to answer, or to go on with")
     name = chosen_device(device)
     with earlier_tuning(name, say):
-        pair = load_pair(path, target=target, device=name, say=say)
+        pair = load_pair(path, target=target, trust_remote_code=trust_remote_code, device=name, say=say)
         if pair.schedule is not None and pair.schedule.train.zero_taps:
             say("this drafter was trained without the target's states: here it gets them, and accepts little")
         ids = prompt_ids(pair, prompt, chat=chat, template=template)

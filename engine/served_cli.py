@@ -15,6 +15,9 @@ Checkpoint = Annotated[
 TargetOption = Annotated[
     str | None, typer.Option("--target", help="the target, where the checkpoint's schedule does not find it")
 ]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="run model code that stands in the folder of --target")
+]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="cpu or cuda:<n>; a GPU if there is one")]
 
 
@@ -24,6 +27,7 @@ def evaluate_command(
     prompts: Annotated[int, typer.Option(min=1, help="held-out documents, at most")] = 200,
     data: Annotated[str | None, typer.Option(help="instead of the schedule's held-out documents")] = None,
     target: TargetOption = None,
+    trust_remote_code: TrustOption = False,
     device: DeviceOption = None,
     walk: Annotated[bool, typer.Option("--walk/--no-walk", help="score and walk the answers")] = True,
     decoding: Annotated[
@@ -52,6 +56,7 @@ def evaluate_command(
         prompts=prompts,
         data=data,
         target=target,
+        trust_remote_code=trust_remote_code,
         device=device,
         walks=walk,
         decodes=decoding,
@@ -81,6 +86,7 @@ def generate_command(
         typer.Option(metavar="KEY=VALUE", help="for the chat template, e.g. enable_thinking=false"),
     ] = None,
     target: TargetOption = None,
+    trust_remote_code: TrustOption = False,
     device: DeviceOption = None,
 ) -> None:
     """Answer a prompt by speculative decoding; on a terminal the drafter's tokens are coloured."""
@@ -101,6 +107,7 @@ def generate_command(
         chat=chat,
         template=options,
         target=target,
+        trust_remote_code=trust_remote_code,
         device=device,
         output=Console(),
         notes=Console(stderr=True),

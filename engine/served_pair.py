@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
@@ -117,6 +117,7 @@ def load_pair(
     path: Path,
     *,
     target: str | None = None,
+    trust_remote_code: bool = False,
     device: str | None = None,
     say: Say = lambda line: None,
 ) -> ServedPair:
@@ -124,6 +125,7 @@ def load_pair(
 
     Args:
         target: a folder or a built-in name, instead of the one that the schedule names.
+        trust_remote_code: run model code that stands in that folder; of its own the schedule says it.
         device: `cpu` or `cuda:<n>`; by default the first GPU, or the CPU.
         say: takes lines about progress.
 
@@ -134,7 +136,7 @@ def load_pair(
     checkpoint = resolve_checkpoint(path)
     config = read_drafter_config(checkpoint)
     schedule, facts = trained_by(checkpoint)
-    section = _target_section(checkpoint, schedule, config, target)
+    section = _target_section(checkpoint, schedule, config, target, trust_remote_code)
     folder = resolve(section.path)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder, and {checkpoint} needs its target; give --target FOLDER")
@@ -225,18 +227,22 @@ def held_out_documents(pair: ServedPair, data: str | None, limit: int | None) ->
 
 
 def _target_section(
-    checkpoint: Path, schedule: Schedule | None, config: DrafterConfig, target: str | None
+    checkpoint: Path, schedule: Schedule | None, config: DrafterConfig, target: str | None, trust: bool
 ) -> TargetSection:
+    if trust and target is None:
+        raise InputError("--trust-remote-code: goes with --target FOLDER, whose code it lets run")
     if schedule is None and target is None:
         raise InputError(
             f"{checkpoint}: holds no schedule, so the target that it was trained for is not known; "
             "give --target FOLDER"
         )
     if schedule is None:
-        return TargetSection(path=str(target), dtype="bfloat16" if config.dtype == "bfloat16" else "float32")
+        dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.dtype == "bfloat16" else "float32"
+        return TargetSection(path=str(target), dtype=dtype, trust_remote_code=trust)
     if target is None:
         return schedule.target
-    return attrs.evolve(schedule.target, path=target, init="checkpoint")
+    trust = trust or schedule.target.trust_remote_code
+    return attrs.evolve(schedule.target, path=target, init="checkpoint", trust_remote_code=trust)
 
 
 def _check_fit(checkpoint: Path, config: DrafterConfig, summary: TargetSummary) -> None:

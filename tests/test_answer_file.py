@@ -11,6 +11,7 @@ from rich.console import Console
 
 from engine.data.answer_file import AnswerFile
 from engine.data.answer_progress import AnswerProgress
+from engine.data.asked_rows import Part
 from engine.errors import DataError, DiskError
 
 END = 2
@@ -144,11 +145,73 @@ def test_a_full_disk_leaves_whole_batches(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_remaining_time_is_told_at_the_pace_of_what_is_written_now() -> None:
     now = 0.0
     screen = io.StringIO()
-    progress = AnswerProgress(100, Console(file=screen, width=120), lambda: now)
-    progress.begin(20, 40)
-    progress.passed(20)  # of an earlier attempt
-    progress.tell(0, 0)
+    progress = AnswerProgress(100, 40, Console(file=screen, width=120), lambda: now)
+    progress.passed(20)
+    progress.tell(0, 20, 0)
     now = 30.0
     progress.passed(20)
-    progress.tell(20, 600)
-    assert screen.getvalue() == "answered 20 of 100 rows, 20 tokens/s, ETA 0:04:00\n"
+    progress.tell(20, 0, 600)
+    now = 31.0  # too soon for another line
+    progress.passed(1)
+    progress.tell(1, 0, 30)
+    # 60 are left, of which 20 are there; 20 took 30 seconds
+    assert screen.getvalue() == "40 of 100 answers; 600 tokens written, 20 tokens/s; 0:01:00 left\n"
+
+
+def test_while_nothing_is_written_the_time_left_is_that_of_what_was_written_before() -> None:
+    now = 0.0
+    screen = io.StringIO()
+    progress = AnswerProgress(100, 100, Console(file=screen, width=120), lambda: now)
+    progress.passed(25)
+    now = 10.0
+    progress.tell(0, 25, 0)
+    assert screen.getvalue() == "25 of 100 answers; 0 tokens written, 0 tokens/s; 0:00:30 left\n"
+
+
+def test_answers_of_parts_are_taken_in_and_go_when_the_documents_hold_them(tmp_path: Path) -> None:
+    says: list[str] = []
+    for number in (1, 3):
+        with AnswerFile(tmp_path / "out", {"seed": 1}, says.append, Part(number, 3)) as part:
+            part.add([[number]], [[10 + number, END]])
+    assert len(list(tmp_path.iterdir())) == 2 and "without --part" in says[-1]
+    says.clear()
+    with pytest.raises(RuntimeError), AnswerFile(tmp_path / "out", {"seed": 1}, says.append) as whole:
+        assert whole.get([1]) == [11, END] and whole.get([2]) is None and len(whole) == 2
+        whole.add([[2]], [[12, END]])
+        raise RuntimeError
+    told = " ".join(says)
+    assert "part 1/3 gave 1 answer" in told and "part 3/3 gave 1 answer" in told
+    assert "of 3 parts, 2 left no file" in told
+    with AnswerFile(tmp_path / "out", {"seed": 1}, says.append, Part(2, 3)) as part:
+        assert part.get([2]) == [12, END]  # what was answered without parts is not answered again
+    with AnswerFile(tmp_path / "out", {"seed": 1}, says.append) as whole:
+        assert [whole.get([number]) for number in (1, 2, 3)] == [[11, END], [12, END], [13, END]]
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_are_written_side_by_side_and_not_taken_in_while_they_are(tmp_path: Path) -> None:
+    first, second, again = (
+        AnswerFile(tmp_path / "out", {}, lambda line: None, Part(number, 2)) for number in (1, 2, 2)
+    )
+    with first, second:
+        first.add([[1]], [[3, END]])
+        second.add([[2]], [[4, END]])
+        for other in (again, AnswerFile(tmp_path / "out", {}, lambda line: None)):
+            with pytest.raises(DataError, match="another process is writing"), other:
+                pass
+    with AnswerFile(tmp_path / "out", {}, lambda line: None) as whole:
+        assert (whole.get([1]), whole.get([2])) == ([3, END], [4, END])
+
+
+@pytest.mark.parametrize("part", [None, Part(1, 2), Part(2, 2)], ids=str)
+def test_parts_of_other_settings_are_refused(tmp_path: Path, part: Part | None) -> None:
+    with AnswerFile(tmp_path / "out", {"temperature": 0.7}, lambda line: None, Part(1, 2)) as file:
+        file.add([[1]], [[3, END]])
+    other = AnswerFile(tmp_path / "out", {"temperature": 0.0}, lambda line: None, part)
+    with pytest.raises(DataError, match=r"part with other settings \(temperature 0.7\)"), other:
+        pass
+    assert list(tmp_path.iterdir()) == [file.path]
+    file.path.rename(other.path)
+    with pytest.raises(DataError, match="names other settings than its name"), other:
+        pass
+    assert other.path.exists()

@@ -274,6 +274,7 @@ def test_another_target_is_refused_unless_it_is_asked_for(trained: Path, tmp_pat
         (["--max-new-tokens", "511"], ["--max-new-tokens 511", "512 positions"]),
         (["--data", "nowhere"], ["nowhere"]),
         (["--target", "nowhere"], ["nowhere", "--target"]),
+        (["--trust-remote-code"], ["--trust-remote-code", "--target FOLDER"]),
         (["--target", "builtin:tiny-hybrid"], ["hidden_size 32", "192"]),
     ],
     ids=lambda value: " ".join(value),
@@ -284,6 +285,22 @@ def test_what_cannot_be_evaluated_ends_with_2(
     code, output = engine(capsys, monkeypatch, "evaluate", trained, "--no-walk", *options)
     assert code == 2 and all(word in output for word in words), output
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize(
+    "command", [("evaluate",), ("generate", "--prompt", "w1")], ids=lambda words: words[0]
+)
+def test_code_in_a_targets_folder_runs_only_where_it_is_trusted(
+    capsys, monkeypatch, trained: Path, command: tuple[str, ...], trust: bool
+) -> None:
+    def load(folder: Path, *, trust_remote_code: bool, **settings: object) -> None:
+        raise InputError(f"code trusted: {trust_remote_code}")
+
+    monkeypatch.setattr("plugins.huggingface_target.load_huggingface_target", load)
+    flags = ["--target", trained.parent / "target", "--device", "cpu", *["--trust-remote-code"] * trust]
+    code, output = engine(capsys, monkeypatch, command[0], trained, *command[1:], *flags)
+    assert code == 2 and f"code trusted: {trust}" in output, output
 
 
 def test_a_control_without_taps_is_walked_and_not_decoded(trained: Path, tmp_path: Path) -> None:

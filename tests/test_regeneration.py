@@ -1,5 +1,6 @@
 """Answers of the target's own: in their context, resumable, the same whatever stands beside them."""
 
+import contextlib
 import io
 import itertools
 import json
@@ -26,7 +27,9 @@ from engine.data.manifest import read_manifest
 from engine.data.preparation import DUPLICATE, _keep, prepare
 from engine.data.regeneration import AnswerWriter, settings_of
 from engine.data.report import Report
-from engine.regenerate import answer_writer
+from engine.errors import InputError
+from engine.regenerate import answer_writer, check_tokenizer
+from engine.target.configuration import read_target_config
 from engine.target.generation import greedy
 from engine.target.loading import Target, load_target
 
@@ -405,6 +408,7 @@ def test_the_command_writes_documents_that_name_their_target(
         (["--answers", "target"], "--target"),
         (["--tokenizer", TINY_HYBRID, "--temperature", "1"], "--temperature: only with --answers target"),
         (["--target", TINY_HYBRID, "--batch", "2"], "--target, --batch: only with"),
+        (["--tokenizer", TINY_HYBRID, "--trust-remote-code"], "--trust-remote-code: only with"),
         ([], "--tokenizer: needed"),
         (["--answers", "target", "--target", TINY_HYBRID, "--device", "cuda:77"], "cuda:77"),
         (["--answers", "target", "--target", "nowhere"], "nowhere"),
@@ -425,6 +429,79 @@ def test_flags_that_do_not_go_together_are_refused(
     code, printed = command(monkeypatch, capsys, tmp_path / "in.jsonl", "--output", tmp_path / "out", *flags)
     assert code == 2 and words in printed, printed
     assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_is_not_the_targets_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps(questions(1)[0]) + "\n")
+    tokenizer = load_tokenizer(FOLDER)
+    tokenizer.save_pretrained(tmp_path / "same")
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    flags = ["--answers", "target", "--target", TINY_HYBRID, "--max-new-tokens", 2, "--device", "cpu"]
+    given = [tmp_path / "in.jsonl", "--output", tmp_path / "out", *flags, "--tokenizer"]
+    with monkeypatch.context() as nothing:
+        nothing.setattr("engine.regenerate.load_target", None)
+        code, printed = command(monkeypatch, capsys, *given, tmp_path / "other")
+    assert code == 2 and f"--tokenizer {tmp_path / 'other'}" in printed and "leave --tokenizer out" in printed
+    assert not (tmp_path / "out").exists()
+    assert command(monkeypatch, capsys, *given, tmp_path / "same")[0] == 0
+
+
+def test_beside_a_target_without_a_tokenizer_ids_must_fit_its_vocabulary(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(FOLDER)
+    tokenizer.save_pretrained(tmp_path / "fits")
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    bare = attrs.evolve(read_target_config(FOLDER), folder=tmp_path)
+    check_tokenizer(tmp_path / "fits", bare)
+    with pytest.raises(InputError, match="has 1025 ids.* ends at 1023"):
+        check_tokenizer(tmp_path / "larger", bare)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_code_in_the_targets_folder_runs_only_where_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trust: bool
+) -> None:
+    def load(folder: Path, *, trust_remote_code: bool, **settings: Any) -> None:
+        raise InputError(f"code trusted: {trust_remote_code}")
+
+    monkeypatch.setattr("engine.regenerate.load_target", load)
+    (tmp_path / "in.jsonl").write_text(json.dumps(questions(1)[0]) + "\n")
+    flags = ["--answers", "target", "--target", TINY_HYBRID, "--device", "cpu", "--output", tmp_path / "out"]
+    code, printed = command(
+        monkeypatch, capsys, tmp_path / "in.jsonl", *flags, *["--trust-remote-code"] * trust
+    )
+    assert code == 2 and f"code trusted: {trust}" in printed, printed
+
+
+def test_tuning_is_taken_up_and_kept_while_the_target_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events: list[str] = []
+
+    @contextlib.contextmanager
+    def tuning(device: str, say: Callable[[str], None]) -> Iterator[None]:
+        events.append(f"tuning on {device}")
+        yield
+        events.append("tuning kept")
+
+    def loaded(folder: Path, **settings: Any) -> AnswerWriter:
+        events.append("loaded")
+        return scripted(echo, decode=decode)
+
+    def decode(prompts: list[list[int]], most: int) -> list[list[int]]:
+        events.append("answered")
+        return [echo(prompt) for prompt in prompts]
+
+    monkeypatch.setattr("engine.regenerate.earlier_tuning", tuning)
+    monkeypatch.setattr("engine.regenerate.load_answer_writer", loaded)
+    (tmp_path / "in.jsonl").write_text(json.dumps(questions(2)[1]) + "\n")
+    flags = ["--answers", "target", "--target", TINY_HYBRID, "--device", "cpu", "--output", tmp_path / "out"]
+    code, printed = command(monkeypatch, capsys, tmp_path / "in.jsonl", *flags)
+    assert code == 0, printed
+    assert events == ["tuning on cpu", "loaded", "answered", "tuning kept"]
 
 
 @pytest.mark.gpu

@@ -5,10 +5,16 @@ a kill and are dropped, so that a batch is answered anew in the company it had. 
 place stays in memory: those of a large data set would not fit. The name holds a hash of everything
 an answer depends on besides its prompt, so answers of two targets or temperatures never mix; the first
 line holds the same in words, so that an attempt with other settings can say which those were.
+
+Parts of the prompts (`asked_rows.Part`) have a file each, so that processes can write them at once, and
+so does what is answered without a part. That one takes the parts' answers besides its own, and they go
+with it when they are in the documents.
 """
 
+import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -18,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 import orjson
 
+from engine.data.asked_rows import Part
 from engine.data.report import counted
 from engine.data.shards import hash63
 from engine.errors import DataError, DiskError
@@ -30,53 +37,113 @@ _SHOWN = 40  # characters of a setting's value
 class AnswerFile:
     """Answers by prompt in a hidden file beside the folder that is prepared from them."""
 
-    def __init__(self, output: Path, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        output: Path,
+        settings: Mapping[str, Any],
+        say: Callable[[str], None],
+        part: Part | None = None,
+    ) -> None:
         """
         Args:
             output: the folder to be prepared.
             settings: all that an answer depends on besides its prompt; small values that JSON keeps.
             say: takes a line when answers of an earlier attempt are found, or are kept for the next.
+            part: whose answers these are; None takes in those of all parts.
         """
         key = hash63(orjson.dumps(dict(settings), option=orjson.OPT_SORT_KEYS))
         output = Path(os.path.abspath(output))
         self._beginning = f".{output.name}.answers-"
-        self.path = output.with_name(f"{self._beginning}{key:016x}.jsonl")
-        self._settings = dict(settings)
-        self._say = say
+        self._whole = output.with_name(f"{self._beginning}{key:016x}.jsonl")
+        self._part = part
+        of_part = f".part-{part.number}-of-{part.of}.jsonl" if part else ".jsonl"
+        self.path = self._whole.with_suffix(of_part)
+        self._output, self._settings, self._say = output, dict(settings), say
         self._places: dict[int, tuple[int, int]] = {}  # prompt → offset and bytes of its line
         self._file: FileIO | None = None
+        self._others: list[tuple[FileIO, dict[int, tuple[int, int]]]] = []  # open files with their places
+        self._parts: list[AnswerFile] = []  # taken in, and held
 
     def __enter__(self) -> Self:
+        self._refuse_other_parts()
+        with contextlib.ExitStack() as opened:
+            self._file = opened.enter_context(self._open())
+            if self._places:
+                self._say(f"{counted(len(self._places), 'answer')} of an earlier attempt, from {self.path}")
+            if self._part is None:
+                self._take_parts(opened)
+            elif self._whole.exists():  # answered before somebody thought of parts; its owner may go on
+                with contextlib.suppress(FileNotFoundError):
+                    whole = opened.enter_context(FileIO(str(self._whole)))
+                    self._others.append((whole, _whole_batches(self._whole, self._settings)[0]))
+            self._tell_others()
+            self._opened = opened.pop_all()
+        return self
+
+    def _open(self) -> FileIO:
+        """Lock the file, take in what is whole and drop the rest."""
         while (file := self._locked()) is None:
             pass  # another process ended in between: each turn is one process that got done
-        self._file = file
         try:
-            whole = self._find()
+            self._places, whole = _whole_batches(self.path, self._settings)
             file.truncate(whole)
             if not whole:
-                file.write(_SETTINGS + orjson.dumps(self._settings, option=orjson.OPT_SORT_KEYS) + b"}\n")
+                file.write(_first_line(self._settings))
         except OSError as error:
             file.close()
             raise DiskError(f"{self.path}: cannot be written ({error}); make room and try again") from error
         except BaseException:
             file.close()
             raise
-        if self._places:
-            self._say(f"{counted(len(self), 'answer')} of an earlier attempt, from {self.path}")
-        self._tell_others()
-        return self
+        return file
+
+    def _take_parts(self, opened: contextlib.ExitStack) -> None:
+        """Open the files of all parts; one that is being written is refused: two would do its work."""
+        mine = [path for path in self._beside() if path.name.startswith(self._whole.stem)]
+        found = [part for path in mine if (part := _part(path)) is not None]
+        for part in sorted(found, key=lambda part: (part.of, part.number)):
+            other = AnswerFile(self._output, self._settings, self._say, part)
+            file = opened.enter_context(other._open())
+            self._parts.append(other)
+            self._others.append((file, other._places))
+            self._say(f"part {part} gave {counted(len(other._places), 'answer')}, from {other.path}")
+        for of in sorted({part.of for part in found}):
+            missing = [str(n) for n in range(1, of + 1) if Part(n, of) not in found]
+            if missing:
+                self._say(
+                    f"of {of} parts, {', '.join(missing)} left no file: what is missing is answered now; a "
+                    "part's own command would be quicker, with full batches"
+                )
+
+    def _beside(self) -> list[Path]:
+        """Files of answers for the same output, of whatever settings."""
+        if not self.path.parent.is_dir():
+            return []
+        names = sorted(self.path.parent.iterdir())
+        return [path for path in names if path.name.startswith(self._beginning) and path.suffix == ".jsonl"]
+
+    def _refuse_other_parts(self) -> None:
+        """Parts of other settings: going on beside them would write everything again.
+
+        Raises:
+            DataError: there are some; says how their settings differ.
+        """
+        for path in self._beside():
+            if _part(path) is None or path.name.startswith(self._whole.stem):
+                continue
+            first, answers = _content(path)
+            if answers:
+                raise DataError(
+                    f"{path}: {counted(answers, 'answer')} of a part with other settings "
+                    f"({self._differing(first)}); give the settings of the parts, or remove their files"
+                )
 
     def _tell_others(self) -> None:
         """Name the files of attempts with other settings: nobody would look for hidden ones."""
-        for path in sorted(self.path.parent.iterdir()):
-            if not path.name.startswith(self._beginning) or path == self.path or path.suffix != ".jsonl":
+        for path in self._beside():
+            if path.name.startswith(self._whole.stem):
                 continue
-            try:
-                with path.open("rb") as file:
-                    first = file.readline()
-                    answers = first.startswith(b"[") + sum(line != _BATCH_END for line in file)
-            except OSError:  # its process is done with it by now
-                continue
+            first, answers = _content(path)
             if answers:
                 self._say(
                     f"another attempt ({self._differing(first)}) left {counted(answers, 'answer')} in "
@@ -97,26 +164,42 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep the answers after a failure; after success the documents hold them, and the file goes."""
-        if kind is None or not self._places:
+        """Keep the answers after a failure, and a part's; else the documents hold them, and the files go."""
+        if kind is None and self._part is None:
+            for part in self._parts:
+                part.path.unlink(missing_ok=True)
+        if kind is None and self._part is not None:
+            self._say(
+                f"part {self._part}: {counted(len(self._places), 'answer')} in {self.path}; after all parts, "
+                "the same command without --part makes the documents"
+            )
+        elif kind is None or not self._places:
             self.path.unlink(missing_ok=True)
         else:
             self._say(
-                f"{counted(len(self), 'answer')} kept in {self.path}; the same command goes on from there"
+                f"{counted(len(self._places), 'answer')} kept in {self.path}; the same command goes on from "
+                "there"
             )
-        if self._file is not None:
-            self._file.close()
+        self._opened.close()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + sum(len(places) for _, places in self._others)
+
+    @property
+    def usable(self) -> int:
+        """About how many of these answer a prompt of this part."""
+        others = sum(len(places) for _, places in self._others)
+        return len(self._places) + others // (self._part.of if self._part else 1)
 
     def get(self, prompt: Sequence[int]) -> list[int] | None:
         """The answer to a prompt, by its ids; None where there is none yet."""
-        place = self._places.get(_key(prompt))
-        if place is None or self._file is None:
-            return None
-        answer: list[int] = orjson.loads(os.pread(self._file.fileno(), place[1], place[0]))[1]
-        return answer
+        assert self._file is not None
+        key = _key(prompt)
+        for file, places in ((self._file, self._places), *self._others):
+            if (place := places.get(key)) is not None:
+                answer: list[int] = orjson.loads(os.pread(file.fileno(), place[1], place[0]))[1]
+                return answer
+        return None
 
     def add(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
         """Keep a batch; it is on the disk when this returns.
@@ -170,30 +253,57 @@ class AnswerFile:
         file.close()
         return None
 
-    def _find(self) -> int:
-        """Take in the batches that are whole; returns the bytes they are."""
-        whole = offset = 0
-        batch: dict[int, tuple[int, int]] = {}
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                if number == 1 and line.startswith(_SETTINGS):
-                    whole = offset = len(line)
-                    continue
-                try:
-                    entry = orjson.loads(line)
-                    if entry:
-                        batch[int(entry[0])] = (offset, len(line))
-                except (orjson.JSONDecodeError, TypeError, ValueError, KeyError) as error:
+
+def _whole_batches(path: Path, settings: Mapping[str, Any]) -> tuple[dict[int, tuple[int, int]], int]:
+    """Where the answers of whole batches stand in a file, and the bytes that these are."""
+    whole = offset = 0
+    places: dict[int, tuple[int, int]] = {}
+    batch: dict[int, tuple[int, int]] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            if number == 1 and line.startswith(_SETTINGS):
+                if line != _first_line(settings):
                     raise DataError(
-                        f"{self.path}: line {number} is no answer ({error}); remove the file to begin anew"
-                    ) from error
-                offset += len(line)
-                if not entry:
-                    self._places.update(batch)
-                    batch, whole = {}, offset
-        return whole
+                        f"{path}: its first line names other settings than its name; it was renamed or "
+                        "edited: move it away"
+                    )
+                whole = offset = len(line)
+                continue
+            try:
+                entry = orjson.loads(line)
+                if entry:
+                    batch[int(entry[0])] = (offset, len(line))
+            except (orjson.JSONDecodeError, TypeError, ValueError, KeyError) as error:
+                raise DataError(
+                    f"{path}: line {number} is no answer ({error}); remove the file to begin anew"
+                ) from error
+            offset += len(line)
+            if not entry:
+                places.update(batch)
+                batch, whole = {}, offset
+    return places, whole
+
+
+def _first_line(settings: Mapping[str, Any]) -> bytes:
+    return _SETTINGS + orjson.dumps(dict(settings), option=orjson.OPT_SORT_KEYS) + b"}\n"
+
+
+def _content(path: Path) -> tuple[bytes, int]:
+    """The first line of a file, and how many answers are in it; none where its process is done with it."""
+    try:
+        with path.open("rb") as file:
+            first = file.readline()
+            return first, first.startswith(b"[") + sum(line != _BATCH_END for line in file)
+    except OSError:
+        return b"", 0
+
+
+def _part(path: Path) -> Part | None:
+    """Whose answers a file holds; None where they are of no part."""
+    found = re.search(r"\.part-(\d+)-of-(\d+)\.jsonl$", path.name)
+    return Part(int(found[1]), int(found[2])) if found else None
 
 
 def _key(prompt: Sequence[int]) -> int:

@@ -9,8 +9,8 @@ The output folder appears only when everything went well.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from engine.data.answer_file import AnswerFile
+from engine.data.asked_rows import Part
 from engine.data.chat import (
     BadRow,
     ChatTemplate,
@@ -32,7 +33,8 @@ from engine.data.chat import (
 )
 from engine.data.documents import in_held_out
 from engine.data.fresh_folder import fresh_folder
-from engine.data.regeneration import AnswerWriter, RegeneratingReader, settings_of
+from engine.data.input_lines import chunks, list_inputs
+from engine.data.regeneration import AnswerCounts, AnswerWriter, RegeneratingReader, settings_of
 from engine.data.report import Report, Skipped, print_report, show_document, write_skipped
 from engine.data.shards import ShardWriter, answer_id, content_id, first_label
 from engine.errors import DataError
@@ -40,7 +42,6 @@ from engine.errors import DataError
 DUPLICATE = "duplicate of an earlier row"
 NOTHING_LEFT = "no supervised token within max_length"
 _CHUNK_ROWS = 256  # rows tokenized at once: enough for the tokenizer's threads, little to hold
-_BOM = b"\xef\xbb\xbf"
 
 
 def prepare(
@@ -79,7 +80,7 @@ def prepare(
             empty, or the output can't be written; nothing is left behind.
         DiskError: writing fails under way.
     """
-    files = _list_inputs(inputs)
+    files = list_inputs(inputs)
     if held_out is not None:
         in_held_out(np.zeros(0, dtype=np.int64), held_out)  # refuses a share out of range
     if not 0.0 <= max_bad <= 1.0:
@@ -112,9 +113,10 @@ def prepare(
                 answer_writer,
                 kept.enter_context(AnswerFile(output, settings_of(answer_writer, max_length), say)),
                 max_length=max_length,
-                rows=sum(map(len, _chunks(files, at_once))),
                 console=console,
             )
+            asked = reader.count(chain.from_iterable(chunks(files, at_once)), output)
+            _refuse_bad(asked, files, reader.folder, max_bad)  # before hours of answering
         writers = {
             part: ShardWriter(
                 partial if held_out is None else partial / part,
@@ -127,7 +129,7 @@ def prepare(
         }
         for writer in writers.values():
             stack.callback(writer.close)
-        for lines in _chunks(files, at_once):
+        for lines in chunks(files, at_once):
             documents = _keep(reader.read(lines), max_length, seen, report)
             aside = np.zeros(len(documents), dtype=bool)
             if held_out is not None:
@@ -159,44 +161,53 @@ def prepare(
     return report
 
 
-def _list_inputs(inputs: Sequence[Path | str]) -> list[Path]:
-    files: list[Path] = []
-    for given in map(Path, inputs):
-        if given.is_dir():
-            inside = sorted(given.glob("*.jsonl"))
-            if not inside:
-                raise DataError(f"{given}: holds no *.jsonl file")
-            files.extend(inside)
-        elif given.is_file():
-            files.append(given)
-        else:
-            raise DataError(f"{given}: no such file or folder")
-    if not files:
-        raise DataError("prepare: no input file given")
-    empty = [str(file) for file in files if file.stat().st_size == 0]
-    if empty:
-        raise DataError(f"{', '.join(empty)}: empty (0 bytes)")
-    return files
+def answer_part(
+    inputs: Sequence[Path | str],
+    tokenizer_folder: Path | str,
+    output: Path | str,
+    part: Part,
+    *,
+    max_length: int | None = None,
+    max_bad: float = 0.01,
+    overwrite: bool = False,
+    template_options: Mapping[str, Any] | None = None,
+    answer_writer: AnswerWriter,
+    console: Console | None = None,
+) -> AnswerCounts:
+    """Let the target answer one part of the rows, and keep its answers beside `output` for `prepare`.
 
+    Parts can be answered at once, by processes that know nothing of each other. `prepare` with the same
+    arguments takes their answers, writes those that are missing, and makes the documents.
 
-def _chunks(files: list[Path], rows: int) -> Iterator[list[tuple[str, bytes]]]:
-    """Lines with where they stand (`file:line`), a chunk at a time; blank lines are no rows."""
-    chunk: list[tuple[str, bytes]] = []
-    for path in files:
-        try:
-            # Bytes, split at \n alone: text mode would also split at separators inside strings.
-            with path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    line = (line.removeprefix(_BOM) if number == 1 else line).strip()
-                    if line:
-                        chunk.append((f"{path}:{number}", line))
-                    if len(chunk) == rows:
-                        yield chunk
-                        chunk = []
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
-    if chunk:
-        yield chunk
+    Args:
+        part: which rows. The other arguments are those of `prepare`.
+
+    Raises:
+        DataError: as `prepare`, or `output` is there already.
+        DiskError: writing fails under way.
+    """
+    files, output, console = list_inputs(inputs), Path(output), console or Console()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not overwrite:
+        raise DataError(f"{output}: is there already; name another folder or ask to overwrite it")
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    # A part's rows stand among those of the others, and are to fill batches too.
+    at_once = max(_CHUNK_ROWS, 8 * answer_writer.batch) * part.of
+    with AnswerFile(output, settings_of(answer_writer, max_length), say, part) as kept:
+        reader = RegeneratingReader(
+            tokenizer_folder,
+            template_options,
+            answer_writer,
+            kept,
+            max_length=max_length,
+            console=console,
+            part=part,
+        )
+        asked = reader.count(chain.from_iterable(chunks(files, at_once)), output)
+        _refuse_bad(asked, files, reader.folder, max_bad)
+        for lines in chunks(files, at_once):
+            reader.read(lines)
+    say(reader.summary())
+    return reader.counts
 
 
 class _RowReader:

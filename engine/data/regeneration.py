@@ -8,23 +8,23 @@ does not begin with what was said so far (templates drop earlier thinking, token
 another way than it was generated), the turn begins a document of its own.
 
 Hours of a large model are at stake, so batches are kept as they come (`answer_file.py`) and the same
-command takes them up again. Which prompts share a batch follows from the rows alone, answered before
-or not. Sampling draws from seed, prompt and place; what the company in a batch can still change is the
-last bits of the logits, and with them a choice between two tokens that are as good as equal.
+command takes them up again. Which prompts share a batch follows from the rows and from how many are
+answered together, not from what was answered before. Sampling draws from seed, prompt and place; what
+the company in a batch can still change is the last bits of the logits, and with them a choice between
+two tokens that are as good as equal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import jinja2
-import numpy as np
-import orjson
 from rich.console import Console
 
 from engine.data.answer_file import AnswerFile
 from engine.data.answer_progress import AnswerProgress
+from engine.data.asked_rows import Conversation, Part, parse_asked
 from engine.data.chat import (
     BadRow,
     ChatTemplate,
@@ -32,13 +32,10 @@ from engine.data.chat import (
     Tokens,
     decode,
     load_tokenizer,
-    parse_messages,
-    parse_row,
-    parse_token_row,
     tokenizer_fingerprint,
     vocabulary_size,
 )
-from engine.data.report import counted
+from engine.data.report import Report, Skipped, counted
 from engine.errors import EngineError
 
 Decode = Callable[[list[list[int]], int], list[list[int]]]
@@ -59,7 +56,10 @@ class AnswerWriter:
     max_new_tokens: int
     """Of an answer, its end included."""
     batch: int
-    """Prompts that are answered side by side."""
+    """Prompts that are answered side by side, at most."""
+    room: Callable[[list[int], int], int] | None = None
+    """How many have room, 1 at least: `room(prompt, length)`, by any of the prompts and the tokens of the
+    longest text, answer included. None: `batch` always have."""
     facts: Mapping[str, Any]
     """Of target and sampling, for the manifest: other facts, other answers."""
     agreement: Callable[[Sequence[Tokens]], tuple[int, int]]
@@ -78,45 +78,6 @@ class AnswerCounts:
     split: int = 0
     """Documents begun because a prompt did not continue what had been said."""
     tokens: int = 0
-
-
-@attrs.define(eq=False)
-class _Conversation:
-    """A row under way: what was said, and the documents that this makes."""
-
-    where: str
-    turns: list[Message]
-    """Answers of the source are still in here, to be replaced one after the other."""
-    prompt: list[int] | None
-    """Of a row that gives ids."""
-    ids: list[int] = attrs.field(factory=list)
-    mask: list[bool] = attrs.field(factory=list)
-    documents: list[Tokens] = attrs.field(factory=list)
-    bad: BadRow | None = None
-    place: int = -1
-    """The answer that is next; after the last one, past the end."""
-
-    def __attrs_post_init__(self) -> None:
-        self.advance()
-
-    def advance(self) -> None:
-        """Go to the next answer."""
-        places = range(self.place + 1, len(self.turns))
-        self.place = next((p for p in places if self.turns[p].role == "assistant"), len(self.turns))
-
-    @property
-    def waits(self) -> bool:
-        """Whether an answer is to be written."""
-        return self.bad is None and self.place < len(self.turns)
-
-    @property
-    def answers_left(self) -> int:
-        return sum(turn.role == "assistant" for turn in self.turns[self.place :]) if self.waits else 0
-
-    def close(self) -> None:
-        """No more answers: what stands so far is the last document."""
-        self.documents.append(Tokens(np.array(self.ids, dtype=np.int64), np.array(self.mask, dtype=bool)))
-        self.ids, self.mask, self.place = [], [], len(self.turns)
 
 
 def settings_of(writer: AnswerWriter, max_length: int | None) -> dict[str, Any]:
@@ -140,8 +101,8 @@ class RegeneratingReader:
         file: AnswerFile,
         *,
         max_length: int | None,
-        rows: int,
         console: Console,
+        part: Part | None = None,
     ) -> None:
         """
         Args:
@@ -149,7 +110,7 @@ class RegeneratingReader:
             options: variables for the chat template.
             file: where answers are kept; open.
             max_length: of a document, in tokens: no answer goes beyond it.
-            rows: how many there will be, for the remaining time.
+            part: answer its rows alone, and give documents of no other.
         """
         self.folder = str(folder)
         self.tokenizer = load_tokenizer(folder)
@@ -162,18 +123,54 @@ class RegeneratingReader:
         self._template: ChatTemplate | None = None
         self._measured: list[Tokens] = []
         self._agreement: float | None = None
-        self._progress = AnswerProgress(rows, console)
+        self._console, self._part = console, part
+        self._progress = AnswerProgress(0, 0, console)
+
+    def count(self, lines: Iterable[tuple[str, bytes]], output: Path) -> Report:
+        """Say how many answers are asked for, before the first of them is written.
+
+        Args:
+            lines: all that will be read. output: for the report.
+
+        Returns:
+            The rows that ask nothing; there may be more that turn out bad, never fewer.
+        """
+        report = Report(output)
+        asked = mine = 0
+        for where, line in lines:
+            report.rows += 1
+            try:
+                talk = self._parse(where, line)
+            except BadRow as bad:
+                report.skipped.append(Skipped(where, bad.reason, bad.detail, bad.template))
+                report.dropped[bad.reason] += 1
+                continue
+            report.kept += 1
+            asked += talk.answers_left
+            mine += talk.answers_left if self._falls_here(talk) else 0
+        there = min(self._file.usable, mine)
+        self._progress = AnswerProgress(mine, there, self._console)
+        share = "" if self._part is None else f", {mine:,} of them in part {self._part}"
+        self._console.print(
+            f"{counted(report.rows, 'row')} to give {counted(asked, 'answer')}{share}; {there:,} are there",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        return report
+
+    def _falls_here(self, talk: Conversation) -> bool:
+        return self._part is None or self._part.has(talk)
 
     def read(self, lines: Sequence[tuple[str, bytes]]) -> list[tuple[str, Tokens | BadRow]]:
         """The documents of each line, or why there are none; most lines give one."""
-        found: list[BadRow | _Conversation] = []
+        found: list[BadRow | Conversation] = []
         for where, line in lines:
             try:
                 found.append(self._parse(where, line))
             except BadRow as bad:
                 found.append(bad)
-        talks = [row for row in found if isinstance(row, _Conversation)]
-        self._progress.begin(len(lines), sum(talk.answers_left for talk in talks))
+        talks = [row for row in found if isinstance(row, Conversation) and self._falls_here(row)]
         while waiting := [talk for talk in talks if talk.waits]:
             self._answer(waiting)
         self._progress.end()
@@ -199,7 +196,7 @@ class RegeneratingReader:
     def summary(self) -> str:
         """The same as a sentence."""
         counts = self.counts
-        found = f", {counts.resumed:,} of them by an earlier attempt" if counts.resumed else ""
+        found = f", {counts.resumed:,} of them by an earlier attempt or part" if counts.resumed else ""
         agreement = "" if self._agreement is None else f"; target agreement {self._agreement:.3f}"
         return (
             f"{counted(counts.answers, 'answer')} of {counted(counts.tokens, 'token')} by the target{found}; "
@@ -207,20 +204,15 @@ class RegeneratingReader:
             f"another document, the prompt being no continuation{agreement}"
         )
 
-    def _parse(self, where: str, line: bytes) -> _Conversation:
-        row = parse_row(line)
-        if "prompt_ids" in row:  # an answer beside them is not looked at
-            tokens = parse_token_row({"prompt_ids": row["prompt_ids"], "answer_ids": [0]}, self.vocab_size)
-            if tokens is not None:
-                return _Conversation(where, [Message("assistant", "")], tokens.input_ids[:-1].tolist())
-        messages = parse_messages(_with_answers_blanked(row))
-        if self._template is None:
+    def _parse(self, where: str, line: bytes) -> Conversation:
+        talk = parse_asked(where, line, self.vocab_size)
+        if talk.prompt is None and self._template is None:
             self._template = ChatTemplate(self.tokenizer, self.folder, options=self._options)
-        return _Conversation(where, messages, None)
+        return talk
 
-    def _answer(self, talks: Sequence[_Conversation]) -> None:
+    def _answer(self, talks: Sequence[Conversation]) -> None:
         """Write the next answer of every conversation."""
-        prompts: dict[tuple[int, ...], list[_Conversation]] = {}
+        prompts: dict[tuple[int, ...], list[Conversation]] = {}
         for talk in talks:
             try:
                 prompt = self._prompt(talk)
@@ -234,12 +226,25 @@ class RegeneratingReader:
                 prompts.setdefault(tuple(prompt), []).append(talk)
         # Prompts of one length decode together best; the ids only make the order one of content.
         ordered = sorted(prompts, key=lambda prompt: (len(prompt), prompt))
-        for begin in range(0, len(ordered), self._writer.batch):
-            self._answer_batch(
-                [(prompt, prompts[prompt]) for prompt in ordered[begin:][: self._writer.batch]]
-            )
+        begin = 0
+        while begin < len(ordered):
+            batch = ordered[begin : begin + self._writer.batch]
+            batch = batch[: self._together(batch)]
+            self._answer_batch([(prompt, prompts[prompt]) for prompt in batch])
+            begin += len(batch)
 
-    def _answer_batch(self, batch: Sequence[tuple[tuple[int, ...], list[_Conversation]]]) -> None:
+    def _together(self, prompts: Sequence[tuple[int, ...]]) -> int:
+        """How many of these, the shortest first, have room beside the longest that is among them."""
+        room, count = self._writer.room, len(prompts)
+
+        def length(prompt: Sequence[int]) -> int:
+            return min(len(prompt) + self._writer.max_new_tokens, self._longest)
+
+        while room is not None and count > room(list(last := prompts[count - 1]), length(last)):
+            count -= 1
+        return count
+
+    def _answer_batch(self, batch: Sequence[tuple[tuple[int, ...], list[Conversation]]]) -> None:
         missing = [list(prompt) for prompt, _ in batch if self._file.get(prompt) is None]
         if missing:
             rooms = [min(self._writer.max_new_tokens, self._longest - len(prompt)) for prompt in missing]
@@ -256,9 +261,10 @@ class RegeneratingReader:
                 self._said(talk, list(prompt), answer)
                 self._progress.passed(before - talk.answers_left)
         self.counts.resumed += len(batch) - fresh
-        self._progress.tell(fresh, sum(len(self._file.get(prompt) or ()) for prompt in map(tuple, missing)))
+        tokens = sum(len(self._file.get(prompt) or ()) for prompt in missing)
+        self._progress.tell(fresh, len(batch) - fresh, tokens)
 
-    def _said(self, talk: _Conversation, prompt: list[int], answer: list[int]) -> None:
+    def _said(self, talk: Conversation, prompt: list[int], answer: list[int]) -> None:
         """Add an answer, and what stands before it, to a conversation's documents."""
         if max(answer) >= self.vocab_size:
             talk.bad = BadRow("the target wrote an id that the tokenizer lacks", str(max(answer)))
@@ -280,7 +286,7 @@ class RegeneratingReader:
         if not ended or not talk.waits:
             talk.close()
 
-    def _stop_before(self, talk: _Conversation, prompt: list[int]) -> None:
+    def _stop_before(self, talk: Conversation, prompt: list[int]) -> None:
         """No room for another answer; without one so far, the row has nothing to learn."""
         self._progress.passed(talk.answers_left)
         if not talk.ids and len(prompt) >= self._writer.positions:
@@ -290,7 +296,7 @@ class RegeneratingReader:
             talk.ids, talk.mask = prompt, [False] * len(prompt)
         talk.close()
 
-    def _prompt(self, talk: _Conversation) -> list[int]:
+    def _prompt(self, talk: Conversation) -> list[int]:
         """Ids of the conversation so far with the template's generation prompt, as a server renders it."""
         if talk.prompt is not None:
             return talk.prompt
@@ -303,26 +309,3 @@ class RegeneratingReader:
             raise BadRow("the template refuses the conversation", str(error), template=True) from error
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
-
-
-def _with_answers_blanked(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with a stand-in for each answer, and one behind a last question: what they said is not used."""
-    key = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
-    if key is None:
-        return row
-    turns = row[key]
-    if isinstance(turns, str):
-        try:
-            turns = orjson.loads(turns)
-        except orjson.JSONDecodeError:
-            return row
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        return row
-    blank = {"role": "assistant", "content": "-"}
-    roles = [turn.get("role", turn.get("from")) for turn in turns]
-    answered = [
-        blank if role in ("assistant", "gpt") else turn for role, turn in zip(roles, turns, strict=True)
-    ]
-    if roles and roles[-1] in ("user", "human"):
-        answered.append(blank)
-    return {key: answered}
