@@ -1,12 +1,11 @@
 """`python -m engine export`: a checkpoint as a folder that servers load, and the proof that they can.
 
 The folder is written beside its place. Before it gets its name it is read back from the disk by a second
-implementation, which knows nothing but the two files, and that one's logits are compared with the
-training model's on random taps, bit for bit in float32: a wrong weight, window, rotary base or
-causality does not get past that.
+implementation, which knows nothing but the two files, and that one has to compute what training computes
+(`engine/export_comparison.py`): a wrong weight, window, rotary base or causality does not get past that.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,22 +17,18 @@ from torch import Tensor
 
 from engine.builtin import resolve
 from engine.checkpoint import MASTER, STATE
-from engine.dflash.anchors import Anchors
-from engine.dflash.attention import prepare_attention
 from engine.dflash.configuration import DrafterConfig
-from engine.dflash.drafter import Drafter, build_drafter
 from engine.dflash.export import (
     CONFIG,
     WEIGHTS,
-    fill_drafter,
     read_drafter_config,
     read_drafter_weights,
     write_drafter,
 )
-from engine.errors import CheckpointError, DifferenceFound, InputError, NonFinite
+from engine.errors import CheckpointError, InputError, NonFinite
 from engine.export_card import render_card
+from engine.export_comparison import compare_with_training
 from engine.export_speculators import Verifier, write_speculators
-from engine.independent_reader import block_logits, read_served
 from engine.run_folder import CHECKPOINTS, resolve_checkpoint
 from engine.schedule import Schedule
 from engine.served_pair import trained_by
@@ -42,12 +37,6 @@ from engine.whole_files import write_whole
 
 CARD = "README.md"
 OURS = frozenset({CONFIG, WEIGHTS, CARD})
-
-LONGEST_CONTEXT = 8192
-"""Tokens before an anchor in the comparison, at most; a window is crossed where it is shorter."""
-
-HEAD_ROWS = 64
-"""Rows of the random head whose logits are compared: enough to see a difference of any hidden channel."""
 
 Format = Literal["dflash", "speculators"]
 
@@ -128,76 +117,6 @@ def export(
             f"no --target-name: the card calls the target {named or 'its target'}, which servers may not know"
         )
     return folder
-
-
-def compare_with_training(folder: Path, config: DrafterConfig, weights: Mapping[str, Tensor]) -> int:
-    """Compare an exported folder's logits with the training model's; returns how many blocks were.
-
-    Both compute in float32 on the CPU, with the weights as they are stored. The head is a small random
-    one and the embedding a random one, so that no target is needed.
-
-    Raises:
-        DifferenceFound: they differ anywhere by a bit; names the context's length and the largest difference.
-        NonFinite: the training model's are not finite.
-    """
-    drafter = build_drafter(config, torch.device("cpu"), torch.float32)
-    dtype = getattr(torch, config.dtype)
-    fill_drafter(drafter, {name: weight.to(dtype) for name, weight in weights.items()}, "this drafter")
-    served = read_served(folder)
-    for what in ("target_layer_ids", "block_size", "mask_token_id"):
-        trained, read = getattr(config, what), getattr(served, what)
-        if trained != read:
-            raise DifferenceFound(f"{folder}: a server reads {what} {read}, and {trained} was trained")
-    generator = torch.Generator().manual_seed(0)
-    hidden = config.hidden_size
-    # Overlapping rows: each differs from all others, at the memory of one vocabulary's column.
-    embed_tokens = torch.randn(config.vocab_size + hidden, generator=generator).unfold(0, hidden, 1)
-    head = torch.randn(HEAD_ROWS, hidden, generator=generator)
-    compared = 0
-    for before in _context_lengths(config):
-        taps = torch.randn(before, len(config.target_layer_ids) * hidden, generator=generator)
-        token = int(torch.randint(config.vocab_size, (), generator=generator))
-        ours = training_logits(drafter, taps, token, embed_tokens, head)
-        if not bool(ours.isfinite().all()):
-            raise NonFinite(
-                "the training model's own logits hold NaN or infinite values on random taps (context of "
-                f"{before}), so its weights are of no use; export another checkpoint"
-            )
-        theirs = block_logits(served, taps, token, embed_tokens, head)
-        if not torch.equal(ours, theirs):
-            raise DifferenceFound(
-                f"{folder}: read back with {before} tokens before the anchor, its logits differ from the "
-                f"training model's by up to {float((ours - theirs).abs().max()):.3g} (of "
-                f"{float(ours.abs().max()):.3g}); it would not be served as it was trained"
-            )
-        compared += 1
-    return compared
-
-
-@torch.no_grad()
-def training_logits(
-    drafter: Drafter, taps: Tensor, anchor_token: int, embed_tokens: Tensor, lm_head: Tensor
-) -> Tensor:
-    """What the training model says of one block; arguments and result as `block_logits`."""
-    config, before = drafter.config, taps.shape[0]
-    anchors = Anchors(
-        slot=torch.tensor([before]), document=torch.tensor([0]), position=torch.tensor([before]), used=1
-    )
-    attention = prepare_attention("dense", anchors, torch.tensor([0]), before, config, taps.device)
-    ids = torch.full((config.block_size,), config.mask_token_id)
-    ids[0] = anchor_token
-    context_positions, positions = torch.arange(before), torch.arange(before, before + config.block_size)
-    hidden = drafter(embed_tokens[ids], drafter.context(taps), positions, context_positions, attention)
-    return torch.nn.functional.linear(hidden, lm_head)
-
-
-def _context_lengths(config: DrafterConfig) -> Iterator[int]:
-    yield 1
-    yield 3 * config.block_size
-    window = config.sliding_window
-    if window and window + 2 <= LONGEST_CONTEXT:
-        yield max(window - 1, 2)
-        yield window + 2
 
 
 def _trained_weights(checkpoint: Path, config: DrafterConfig) -> dict[str, Tensor]:

@@ -208,6 +208,20 @@ def _attention(
     group = drafter.heads // drafter.kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
 
+    seen = sees(drafter, number, before)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=seen[None, None]
+    )
+    return F.linear(out[0].transpose(0, 1).flatten(1), drafter.weight(f"{at}.o_proj"))
+
+
+def sees(drafter: ServedDrafter, number: int, before: int) -> Tensor:
+    """Which keys each slot of a block sees in a layer, with `before` tokens before the anchor.
+
+    Returns:
+        bool [B, before + B]: the context's keys, then the block's own; True: seen.
+    """
+    size = drafter.block_size
     key, query = torch.arange(before + size)[None], torch.arange(before, before + size)[:, None]
     seen = torch.ones(size, before + size, dtype=torch.bool)
     if drafter.causal[number]:
@@ -215,10 +229,7 @@ def _attention(
     window = drafter.windows[number]
     if window is not None:
         seen &= query - key < window
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=seen[None, None]
-    )
-    return F.linear(out[0].transpose(0, 1).flatten(1), drafter.weight(f"{at}.o_proj"))
+    return seen
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

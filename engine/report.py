@@ -20,8 +20,7 @@ from engine.panel import Panel
 from engine.planning import RunPlan
 from engine.plugin_host import PluginHost
 from engine.run_folder import RunFolder
-from engine.stage_times import summarise
-from engine.timing_rows import SpanLog
+from engine.span_totals import SpanTotals
 
 Rows = list[dict[str, Any]]
 
@@ -39,7 +38,7 @@ class Reporter:
     heartbeat: Heartbeat
     row: dict[str, Any] = attrs.field(factory=dict)
     speeds: list[float] = attrs.field(factory=list)
-    spans: SpanLog = attrs.field(factory=SpanLog)
+    spans: SpanTotals = attrs.field(factory=SpanTotals)
     busy: dict[str, float] = attrs.field(factory=dict)
     """By lane, over the last few looks."""
     looked_at: float = attrs.field(factory=time.perf_counter)
@@ -155,7 +154,7 @@ def print_result(
 ) -> None:
     """Time by stage, and held-out figures before and after."""
     if report.speeds:
-        console.print(summarise(report.spans.spans()).table(narrow=console.width < 105))
+        console.print(report.spans.table(narrow=console.width < 105))
     if after:
         table = Table(title="held-out documents")
         for heading in ("", "before", "after"):

@@ -100,27 +100,8 @@ class StageTimes:
     bound: Bound
 
     def table(self, *, narrow: bool = False) -> Table:
-        """Time by stage and lane, parts below their stage; `narrow` fits 80 columns."""
-        title = "time by stage" + (", without the first step" if self.left_out == 1 else "")
-        table = Table(title=title, title_justify="left", box=box.SIMPLE)
-        for heading in ("stage", "lane"):
-            table.add_column(heading, no_wrap=True)
-        if narrow:
-            for heading in ("count", "mean ms", "share", "waiting"):
-                table.add_column(heading, justify="right", no_wrap=True)
-            for row in self.stages:
-                name = row.stage if row.part_of is None else "  " + row.stage.removeprefix(row.part_of)
-                figures = (f"{row.mean_ms:,.1f}", f"{row.share:.1%}", f"{row.waiting_share:.1%}")
-                table.add_row(name, row.lane, f"{row.count:,}", *figures)
-            return table
-        for heading in ("count", "mean ms", "p50 ms", "p95 ms", "share", "waited ms", "waiting"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in self.stages:
-            name = row.stage if row.part_of is None else "  " + row.stage.removeprefix(row.part_of)
-            times = (f"{value:,.1f}" for value in (row.mean_ms, row.p50_ms, row.p95_ms))
-            waits = (f"{row.waited_ms:,.1f}", f"{row.waiting_share:.1%}")
-            table.add_row(name, row.lane, f"{row.count:,}", *times, f"{row.share:.1%}", *waits)
-        return table
+        """See `stage_table`."""
+        return stage_table(self.stages, self.left_out, narrow=narrow)
 
     def lane_table(self) -> Table:
         """What each lane did with the wall time, and each device that lanes share."""
@@ -131,6 +112,33 @@ class StageTimes:
         for lane in self.lanes + self.devices:
             table.add_row(lane.name, f"{lane.busy:.1%}", f"{lane.waiting:.1%}", f"{lane.idle:.1%}")
         return table
+
+
+def stage_table(
+    stages: Iterable[StageTime], left_out: int, *, narrow: bool = False, percentiles: str | None = None
+) -> Table:
+    """Time by stage and lane, parts below their stage; `narrow` fits 80 columns.
+
+    Args:
+        left_out: steps that do not count.
+        percentiles: what to say below them, where they are no exact ones.
+    """
+    title = "time by stage" + (", without the first step" if left_out == 1 else "")
+    caption = None if narrow else percentiles
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE)
+    for heading in ("stage", "lane"):
+        table.add_column(heading, no_wrap=True)
+    times = () if narrow else ("p50 ms", "p95 ms")
+    waited = () if narrow else ("waited ms",)
+    for heading in ("count", "mean ms", *times, "share", *waited, "waiting"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in stages:
+        name = row.stage if row.part_of is None else "  " + row.stage.removeprefix(row.part_of)
+        of_spans = (row.mean_ms,) if narrow else (row.mean_ms, row.p50_ms, row.p95_ms)
+        figures = [f"{value:,.1f}" for value in of_spans] + [f"{row.share:.1%}"]
+        figures += [] if narrow else [f"{row.waited_ms:,.1f}"]
+        table.add_row(name, row.lane, f"{row.count:,}", *figures, f"{row.waiting_share:.1%}")
+    return table
 
 
 def summarise(rows: Spans | Iterable[Mapping[str, Any]], first_step: int | None = None) -> StageTimes:
@@ -278,9 +286,18 @@ def _by_stage(kept: Spans, is_part: NDArray[np.bool_], waits: Waits, share: Shar
             tokens=_total(group.tokens),
             bytes=_total(group.bytes),
         )
-        order = stage_key(parent or row.stage, kept.stages), lane_key(row.lane), parent is not None, stage
-        found.append((order, row))
-    return tuple(row for _, row in sorted(found, key=lambda pair: pair[0]))
+        found.append(row)
+    return in_order(found, kept.stages)
+
+
+def in_order(rows: Iterable[StageTime], stages: Sequence[str]) -> tuple[StageTime, ...]:
+    """Stages in the order of flow, each lane by lane with its parts behind it; `stages` as they came."""
+
+    def key(row: StageTime) -> tuple[Any, ...]:
+        whole = stage_key(row.part_of or row.stage, stages)
+        return whole, lane_key(row.lane), row.part_of is not None, stages.index(row.stage)
+
+    return tuple(sorted(rows, key=key))
 
 
 def _total(values: NDArray[np.float64]) -> int | None:

@@ -121,6 +121,9 @@ class SpanLog:
         """By column: rows before a piece, and the piece; rows without a piece have none."""
         self._count = 0
 
+    def __len__(self) -> int:
+        return self._count
+
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append rows with the keys of timings.jsonl; further keys are nobody's concern here.
 
@@ -178,6 +181,15 @@ class SpanLog:
             bytes=joined("bytes", np.float64),
             launches={key: filled(self._launches[key]) for key in LAUNCHES if key in self._launches},
         )
+
+    def keep(self, chosen: NDArray[np.bool_]) -> None:
+        """Forget the rows that a mask over all of `spans()` leaves out; numbers of names stay theirs."""
+        self.spans()  # which leaves one piece of each column
+        for key, pieces in self._columns.items():
+            self._columns[key] = [pieces[0][chosen]]
+        for pieces_of in self._launches.values():
+            pieces_of[:] = [(0, pieces_of[0][1][chosen])]
+        self._count = int(chosen.sum())
 
     def _encode(self, key: str, names: Sequence[str]) -> NDArray[Any]:
         codes = self._codes[key]

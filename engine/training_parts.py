@@ -142,7 +142,9 @@ def make_drafters(
         elif plan.schedule.drafter.init == "fresh":
             drafter.initialise(plan.schedule.run.seed)
         else:
-            for line in warm_start(drafter, Path(plan.schedule.drafter.init), shared[device]):
+            stored = plan.schedule.target.init == "checkpoint"
+            target = plan.summary.folder if stored else None
+            for line in warm_start(drafter, Path(plan.schedule.drafter.init), shared[device], target):
                 say(line)
         sizes = {name: parameter.numel() for name, parameter in drafter.named_parameters()}
 

@@ -5,8 +5,8 @@
     torchspec     `context_proj`, `context_norm`, `final_norm`, the target's embedding beside them
 
 A warm start that misses a tensor or a setting trains on happily from a damaged drafter, so every tensor
-in the file is taken, known to be the target's own and equal to it, or refused, and every setting that
-the file states has to be the schedule's. The configuration alone is read without torch: that much is
+in the file is taken, a copy of the target's own that is held against it, or refused, and every setting
+that the file states has to be the schedule's. The configuration alone is read without torch: that much is
 checked before anything expensive.
 """
 
@@ -30,10 +30,9 @@ from engine.dflash.configuration import (
 )
 from engine.errors import CheckpointError, NonFinite, ScheduleError
 from engine.target.taps import default_target_layer_ids
+from engine.target_copies import OF_THE_TARGET, compare_copy
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from engine.dflash.drafter import Drafter
     from engine.dflash.training import SharedWeights
     from engine.tensor_file import TensorEntry
@@ -47,22 +46,11 @@ RENAMED = {
 }
 """TorchSpec's names for what is not in a layer."""
 
-OF_THE_TARGET = frozenset(
-    {"embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
-)
-"""Copies of the target's weights that some trainers store beside the drafter."""
-
-SHARED = {"embed_tokens.weight": "embed_tokens", "lm_head.weight": "lm_head"}
-"""Those of them that the drafter reads, by their names in `SharedWeights`."""
+INNER_KEYS = frozenset({"target_layer_ids", "mask_token_id", "block_size"})
+"""What is read of `dflash_config`; other trainers keep windows, causality or further heads there."""
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 """Dtypes, by the format's names, that hold weights as they are; others are indices, or want a scale."""
-
-ROUNDING = 2.0**-7
-"""Largest difference, of a number's size, between two copies of it that were rounded to 16 bits or not."""
-
-ROWS = 4096
-"""Of a vocabulary's matrix, compared at a time."""
 
 
 @attrs.frozen(kw_only=True)
@@ -186,10 +174,21 @@ def check_warm_start(folder: Path, config: DrafterConfig) -> None:
     if foreign:
         problems.append(f"its config.json has {', '.join(foreign)}, and a drafter here rotates every channel")
     problems += [f"its {problem}" for problem in rotary_problems(earlier.config)]
+    problems += _left_over(earlier.config["dflash_config"], _settings(config))
     problems += _tensor_problems(read_header(folder / "model.safetensors"), config)
     if problems:
         key = f"drafter.init = {orjson.dumps(str(folder)).decode()}"
         raise ScheduleError("\n".join(f"{key}: {problem}" for problem in problems))
+
+
+def _left_over(inner: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Keys of `dflash_config` that nobody here reads, unless they say null or what the schedule says."""
+    return [
+        f"its dflash_config has {name} = {value}, which is not read here and may change what a drafter "
+        "computes; if it doesn't, remove it from that config.json"
+        for name, value in sorted(inner.items())
+        if name not in INNER_KEYS and value is not None and (name not in settings or settings[name] != value)
+    ]
 
 
 def _settings(config: DrafterConfig) -> dict[str, Any]:
@@ -268,11 +267,14 @@ def _tensor_problems(header: Mapping[str, TensorEntry], config: DrafterConfig) -
     return problems
 
 
-def warm_start(drafter: Drafter, folder: Path, shared: SharedWeights) -> list[str]:
+def warm_start(
+    drafter: Drafter, folder: Path, shared: SharedWeights, target: Path | None = None
+) -> list[str]:
     """Fill a drafter with an earlier one's weights, in its own dtype and on its own device.
 
     Args:
         shared: the target's embedding and head; copies in the file have to be these.
+        target: the folder of the target's weights, for a copy of its final norm; None where they are drawn.
 
     Returns:
         A line for every tensor in the file and for every setting that the file does not state.
@@ -298,8 +300,7 @@ def warm_start(drafter: Drafter, folder: Path, shared: SharedWeights) -> list[st
     for name, tensor in stored.items():
         what = f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         if name in OF_THE_TARGET:
-            compared = _compare_with_target(name, tensor, shared, path)
-            lines.append(f"  left: {what}, {compared}")
+            lines.append(f"  left: {what}, {compare_copy(name, tensor, shared, target, path)}")
             continue
         if not bool(tensor.float().isfinite().all()):
             raise NonFinite(f"{path}: its {name} holds NaN or infinite values; take an earlier checkpoint")
@@ -314,20 +315,3 @@ def warm_start(drafter: Drafter, folder: Path, shared: SharedWeights) -> list[st
     if unstated:
         lines.append(f"  not stated there, so the schedule's: {', '.join(unstated)}")
     return lines
-
-
-def _compare_with_target(name: str, stored: Tensor, shared: SharedWeights, path: Path) -> str:
-    """Refuse a copy that is not the target's; a drafter of another target would start from noise."""
-    if name not in SHARED:
-        return "the target's own, which a drafter does not read"
-    own: Tensor = getattr(shared, SHARED[name])
-    same = stored.shape == own.shape and all(
-        bool(((a.to(b.device).float() - b.float()).abs() <= ROUNDING * b.float().abs()).all())
-        for a, b in zip(stored.split(ROWS), own.split(ROWS), strict=True)
-    )
-    if not same:
-        raise CheckpointError(
-            f"{path}: its {name} is not the target's, so it was trained for another one; "
-            "point target.path at that target, or start afresh"
-        )
-    return "the target's own, and equal to it"

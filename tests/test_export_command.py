@@ -183,7 +183,7 @@ def test_a_difference_leaves_nothing_behind(
     def wrong(*arguments: Any) -> torch.Tensor:
         return block_logits(*arguments) + 1
 
-    monkeypatch.setattr("engine.export.block_logits", wrong)
+    monkeypatch.setattr("engine.export_comparison.block_logits", wrong)
     with pytest.raises(DifferenceFound, match="would not be served as it was trained"):
         export(trained, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -15,9 +15,9 @@ from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
 from engine.dflash.drafter import Drafter
 from engine.dflash.export import check_layout, read_drafter_config, write_drafter
 from engine.errors import CheckpointError, DifferenceFound, EngineError
-from engine.export import compare_with_training, training_logits
+from engine.export_comparison import compare_with_training, training_logits
 from engine.export_speculators import Verifier, to_speculators_json, write_speculators
-from engine.independent_reader import read_served
+from engine.independent_reader import ServedDrafter, block_logits, read_served
 
 LAYOUTS = {"full": (FULL, FULL), "mixed": (SLIDING, FULL), "sliding": (SLIDING, SLIDING)}
 VERIFIER = Verifier(name_or_path="some/target", architectures=("Qwen3ForCausalLM",))
@@ -199,6 +199,65 @@ def test_a_setting_that_was_not_trained_is_found(tmp_path: Path, change: dict[st
     alter(tmp_path, lambda stated: stated.update(change))
     with pytest.raises(DifferenceFound, match="logits differ"):
         compare_with_training(tmp_path, config, weights)
+
+
+@pytest.mark.parametrize("trained, served", [(16_384, 16_383), (16_384, 16_385), (10_000, 16_384)])
+def test_a_window_longer_than_any_context_compared_is_found(
+    tmp_path: Path, trained: int, served: int
+) -> None:
+    config, weights = written(tmp_path, sliding_window=trained, max_position_embeddings=32_768)
+    compare_with_training(tmp_path, config, weights)
+    alter(tmp_path, lambda stated: stated.update(sliding_window=served))
+    with pytest.raises(DifferenceFound, match="slot . of a block .* in layer 0, and in training it did"):
+        compare_with_training(tmp_path, config, weights)
+
+
+def test_a_long_window_where_none_was_trained_is_found(tmp_path: Path) -> None:
+    config, weights = written(tmp_path, layer_types=(FULL, FULL), max_position_embeddings=32_768)
+    slides = {"layer_types": [FULL, SLIDING], "sliding_window": 16_384, "is_causal": False}
+    alter(tmp_path, lambda stated: stated.update(slides))
+    with pytest.raises(DifferenceFound, match="doesn't see position 0 in layer 1, and in training it did"):
+        compare_with_training(tmp_path, config, weights)
+
+
+@pytest.mark.parametrize("layers", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_rotary_base_that_is_a_hundredth_off_is_found_in_every_layout(
+    tmp_path: Path, layers: tuple[str, ...]
+) -> None:
+    config, weights = written(tmp_path, layer_types=layers, max_position_embeddings=32_768)
+    base = 1.01 * config.rope_theta
+    rope = {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"}}
+    alter(tmp_path, lambda stated: stated.update(rope))
+    with pytest.raises(DifferenceFound, match="logits differ"):
+        compare_with_training(tmp_path, config, weights)
+
+
+@pytest.mark.parametrize(
+    "window, positions, longest",
+    [
+        (None, 32_768, 3_072),
+        (6, 32_768, 3_072),
+        (16_384, 32_768, 3_072),
+        (4_000, 32_768, 4_002),
+        (6, 512, 508),
+    ],
+)
+def test_a_context_of_a_few_thousand_tokens_is_always_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | None, positions: int, longest: int
+) -> None:
+    layers = (SLIDING, FULL) if window else (FULL, FULL)
+    config, weights = written(
+        tmp_path, layer_types=layers, sliding_window=window, max_position_embeddings=positions
+    )
+    lengths = []
+
+    def recorded(served: ServedDrafter, taps: torch.Tensor, *others: Any) -> torch.Tensor:
+        lengths.append(len(taps))
+        return block_logits(served, taps, *others)
+
+    monkeypatch.setattr("engine.export_comparison.block_logits", recorded)
+    compare_with_training(tmp_path, config, weights)
+    assert lengths[:2] == [1, 5 if window == 6 else 12] and max(lengths) == longest
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import resource
 import signal
 import tempfile
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -331,6 +332,42 @@ def test_a_damaged_row_is_named_and_nothing_is_cut(tmp_path: Path) -> None:
         run.cut_metrics_after(1)
     assert (tmp_path / "timings.jsonl").read_bytes() == content
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":9}\n'
+    assert files_below(tmp_path) == ["metrics.jsonl", "timings.jsonl"], "what was written beside is gone"
+
+
+def test_rows_that_lanes_wrote_out_of_order_are_cut_where_they_stand(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    steps = [1, 1, 2, 3, 1, 2, 3, 4, 2, 3, 4]
+    run.append_timings([{"step": step, "number": number} for number, step in enumerate(steps)])
+    (tmp_path / ".timings.jsonl.partial").write_bytes(b"of a run that was killed")
+    assert run.cut_metrics_after(2) == 5
+    rows = [orjson.loads(line) for line in (tmp_path / "timings.jsonl").read_bytes().splitlines()]
+    assert [row["number"] for row in rows] == [0, 1, 2, 4, 5, 8]
+    assert files_below(tmp_path) == ["timings.jsonl"]
+
+
+def test_a_file_that_loses_nothing_is_not_written_again(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.append_timings([{"step": 1}, {"step": 2}])
+    before = (tmp_path / "timings.jsonl").stat()
+    assert run.cut_metrics_after(2) == 0
+    after = (tmp_path / "timings.jsonl").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_cutting_a_large_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "timings.jsonl"
+    with path.open("wb") as file:
+        for step in range(200):
+            file.write((orjson.dumps({"step": step, "stage": "x" * 200}) + b"\n") * 1000)
+    size = path.stat().st_size
+    tracemalloc.start()
+    try:
+        assert RunFolder(tmp_path).cut_metrics_after(149) == 50_000
+        assert tracemalloc.get_traced_memory()[1] < size / 10
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size < size
 
 
 def test_a_runs_folder_stands_for_its_latest_checkpoint(tmp_path: Path) -> None:

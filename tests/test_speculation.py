@@ -99,6 +99,8 @@ def test_a_block_on_a_grown_context_equals_the_block_of_training(
                 for begin, at in zip(begins, anchors, strict=True)
             ]
         )
+        rejected = torch.full((len(lengths), config.block_size, config.hidden_size), float(piece + 1))
+        context.fill_blocks(rejected)  # each verification fills a block; none of it may stay
     assert context.lengths == anchors
     block = torch.full((len(lengths), config.block_size), config.mask_token_id)
     block[:, 0] = row.input_ids[torch.tensor(begins) + torch.tensor(anchors)]

@@ -20,6 +20,7 @@ from engine.errors import CheckpointError, InputError, NonFinite, ScheduleError
 from engine.export_speculators import Verifier, write_speculators
 from engine.planning import plan_run
 from engine.schedule import load_schedule
+from engine.target.loading import load_target
 from engine.warm_start import RENAMED, check_warm_start, read_earlier, warm_start
 
 FULL_ONLY = small_config(layer_types=(FULL, FULL))
@@ -310,6 +311,125 @@ def test_an_embedding_that_is_not_the_targets_stops_it(tmp_path: Path) -> None:
     smaller = SharedWeights(SHARED.embed_tokens[:50], SHARED.lm_head)
     with pytest.raises(CheckpointError, match="is not the target's"):
         warm_start(drafter, tmp_path, smaller)
+
+
+def speculators_with_copies(folder: Path, final_norm: torch.Tensor) -> None:
+    """As that library may save one: the target's head under two names and its final norm beside it."""
+    speculators(folder, FULL_ONLY)
+    head = SHARED.lm_head.bfloat16()
+    copies = {"lm_head.weight": head, "verifier_lm_head.weight": head.clone()}
+    alter_weights(folder, lambda weights: weights.update(copies | {"verifier_norm.weight": final_norm}))
+
+
+def target_files(folder: Path, **tensors: torch.Tensor) -> torch.Tensor:
+    """What a target's checkpoint has around its final norm; returns that norm."""
+    folder.mkdir()
+    norm = torch.randn(MIXED.hidden_size, generator=torch.Generator().manual_seed(4))
+    stored = {
+        "model.language_model.embed_tokens.weight": SHARED.embed_tokens,
+        "model.language_model.norm.weight": norm,
+        "model.language_model.layers.0.input_layernorm.weight": norm + 1,
+        "model.visual.norm.weight": norm + 2,
+        "mtp.norm.weight": norm + 3,
+    }
+    save_file(stored | tensors, folder / "model.safetensors")
+    return norm
+
+
+def test_the_targets_head_and_final_norm_are_compared_under_the_verifiers_names(tmp_path: Path) -> None:
+    norm = target_files(tmp_path / "target")
+    speculators_with_copies(tmp_path, norm.bfloat16())
+    drafter = build_drafter(FULL_ONLY, CPU, torch.float32)
+    lines = warm_start(drafter, tmp_path, SHARED, tmp_path / "target")
+    for name in ("lm_head", "verifier_lm_head", "verifier_norm"):
+        (line,) = [line for line in lines if f" {name}.weight " in line]
+        assert line.startswith("  left: ") and line.endswith("the target's own, and equal to it")
+
+
+def test_a_head_of_the_verifiers_that_is_not_the_targets_stops_it(tmp_path: Path) -> None:
+    norm = target_files(tmp_path / "target")
+    speculators_with_copies(tmp_path, norm)
+    other = {"verifier_lm_head.weight": shared_weights(seed=9).lm_head}
+    alter_weights(tmp_path, lambda weights: weights.update(other))
+    with pytest.raises(
+        CheckpointError, match=r"verifier_lm_head.weight is not the target's, so it was trained for"
+    ):
+        warm_start(build_drafter(FULL_ONLY, CPU, torch.float32), tmp_path, SHARED, tmp_path / "target")
+
+
+def test_a_final_norm_that_is_not_the_targets_stops_it(tmp_path: Path) -> None:
+    norm = target_files(tmp_path / "target")
+    speculators_with_copies(tmp_path, norm.flip(0))
+    with pytest.raises(
+        CheckpointError, match=r"verifier_norm.weight is not the target's, so it was trained for"
+    ):
+        warm_start(build_drafter(FULL_ONLY, CPU, torch.float32), tmp_path, SHARED, tmp_path / "target")
+
+
+def test_a_final_norm_that_cannot_be_compared_is_told_as_that(tmp_path: Path) -> None:
+    second = {"model.language_model.other_norm.weight": torch.ones(MIXED.hidden_size)}
+    speculators_with_copies(tmp_path, target_files(tmp_path / "target", **second))
+    for target, why in ((None, "weights are drawn"), (tmp_path / "target", "is the final norm is not clear")):
+        lines = warm_start(build_drafter(FULL_ONLY, CPU, torch.float32), tmp_path, SHARED, target)
+        (line,) = [line for line in lines if " verifier_norm.weight " in line]
+        assert "not compared: " in line and why in line and "equal" not in line
+
+
+def test_a_run_reads_the_final_norm_that_its_target_was_cut_in_front_of(tmp_path: Path) -> None:
+    project = small_project(tmp_path)
+    whole = load_target(
+        tmp_path / "target",
+        target_layer_ids=(0, 1, 2),
+        dtype=torch.float32,
+        device=CPU,
+        init="random",
+        keep_head=True,
+    ).model
+    whole.model.norm.weight.copy_(torch.randn(whole.model.norm.weight.shape))
+    weights = {name: weight.clone() for name, weight in whole.state_dict().items()}
+    save_file(weights, tmp_path / "target" / "model.safetensors")
+    sliding = 'drafter.layer_types=["sliding_attention", "sliding_attention"]'
+    overrides = (
+        sliding,
+        f"drafter.init={tmp_path / 'earlier'}",
+        "target.init=checkpoint",
+        "run.eval_every=0",
+    )
+    config = plan_run(load_schedule(project, [sliding])).drafter_config
+    (tmp_path / "earlier").mkdir()
+    speculators(tmp_path / "earlier", config)
+    copies = {"verifier_norm.weight": whole.model.norm.weight.detach().clone()}
+    alter_weights(tmp_path / "earlier", lambda weights: weights.update(copies))
+    assembled(project, *overrides)
+    copies["verifier_norm.weight"][3] += 0.1
+    alter_weights(tmp_path / "earlier", lambda weights: weights.update(copies))
+    with pytest.raises(CheckpointError, match="verifier_norm.weight is not the target's"):
+        assembled(project, *overrides)
+
+
+@pytest.mark.parametrize("write", [ours, torchspec])
+@pytest.mark.parametrize("key, value", [("causal", True), ("swa_window_size", 5), ("selector_rank", 8)])
+def test_a_key_of_dflash_config_that_is_not_read_stops_it(
+    tmp_path: Path, write: Writer, key: str, value: object
+) -> None:
+    write(tmp_path, FULL_ONLY)
+
+    def add(stated: dict[str, Any]) -> None:
+        stated["dflash_config"] = {**stated.get("dflash_config", {}), key: value}
+
+    alter_config(tmp_path, add)
+    with pytest.raises(ScheduleError, match=f"its dflash_config has {key} = {value}, which is not read here"):
+        check_warm_start(tmp_path, FULL_ONLY)
+
+
+def test_a_key_of_dflash_config_that_says_nothing_new_is_of_no_matter(tmp_path: Path) -> None:
+    ours(tmp_path, MIXED)
+    same = {"sliding_window": MIXED.sliding_window, "projector": None}
+    alter_config(tmp_path, lambda stated: stated["dflash_config"].update(same))
+    check_warm_start(tmp_path, MIXED)
+    alter_config(tmp_path, lambda stated: stated["dflash_config"].update(sliding_window=7))
+    with pytest.raises(ScheduleError, match="dflash_config has sliding_window = 7"):
+        check_warm_start(tmp_path, MIXED)
 
 
 def test_speculators_drafters_that_draft_otherwise_are_refused(tmp_path: Path) -> None:

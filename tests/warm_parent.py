@@ -151,14 +151,14 @@ def in_a_row_of_metrics(stop_here: Callable[[], None]) -> None:
 def while_rows_are_cut(stop_here: Callable[[], None]) -> None:
     import engine.run_rows as module
 
-    replace_file = module.replace_file
+    put_in_place = module.put_in_place
 
-    def slow(path: Path, data: bytes) -> None:
+    def slow(partial: Path, path: Path) -> None:
         if path.name == "timings.jsonl":
             stop_here()
-        replace_file(path, data)
+        put_in_place(partial, path)
 
-    module.replace_file = slow  # type: ignore[assignment]
+    module.put_in_place = slow
 
 
 PAUSES = {

@@ -6,7 +6,8 @@ a token are known and kept. The block itself goes through the trained module's o
 the attention that it is given is another one, which looks into this cache.
 
 Rows of a batch differ in length. A row's slots are its positions; those behind its end hold
-anything and are masked.
+anything and are masked. The slots behind the longest row's end are spare: a block's own keys and values
+are put there while it is filled, so that nothing of the context is copied to attend to both.
 """
 
 from collections.abc import Sequence
@@ -41,24 +42,29 @@ class ContextCache:
             taps: per row [new tokens, taps·H], side by side in the order of the layers; may be empty.
         """
         counts = [len(new) for new in taps]
-        places = [
-            (row, self.lengths[row] + token) for row, count in enumerate(counts) for token in range(count)
-        ]
-        if not places:
+        total = sum(counts)
+        if not total:
             return
-        row, slot = torch.tensor(places, device=taps[0].device).unbind(1)  # [T] each
+        new, held = torch.tensor([counts, self.lengths], device=taps[0].device).unbind(0)  # [rows] each
+        rows = torch.arange(len(counts), device=new.device)
+        row = rows.repeat_interleave(new, output_size=total)  # [T]
+        slot = torch.arange(total, device=new.device) + (held - (new.cumsum(0) - new))[row]  # [T]
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        missing = max(self.lengths) - self.keys[0].shape[2]
-        if missing > 0:  # in strides, or every verification would copy everything
-            room = (0, 0, 0, missing + max(64, max(self.lengths) // 4))
-            self.keys = [F.pad(keys, room) for keys in self.keys]
-            self.values = [F.pad(values, room) for values in self.values]
+        self._reserve(max(self.lengths) + self.drafter.config.block_size)
         context = self.drafter.context(torch.cat(list(taps)).to(self.keys[0].dtype))  # [T, H]
         position = rotary(slot, self.drafter.config)
         for layer, keys, values in zip(self.drafter.layers, self.keys, self.values, strict=True):
             attention = cast(DrafterLayer, layer).self_attn
             k, v = attention.keys_values(context, position)  # [T, kv_heads, head_dim]
             keys[row, :, slot], values[row, :, slot] = k, v
+
+    def _reserve(self, slots: int) -> None:
+        """Have room for so many; grows in strides, or every verification would copy everything."""
+        missing = slots - self.keys[0].shape[2]
+        if missing > 0:
+            room = (0, 0, 0, missing + max(64, slots // 4))
+            self.keys = [F.pad(keys, room) for keys in self.keys]
+            self.values = [F.pad(values, room) for values in self.values]
 
     def select(self, chosen: Sequence[int]) -> None:
         """Keep these rows, in this order, and forget the others."""
@@ -81,6 +87,8 @@ class ContextCache:
         rows, size, width = block_embeddings.shape
         device = block_embeddings.device
         slots = max(self.lengths)
+        self._reserve(slots + size)
+        own = slice(slots, slots + size)
         anchor = torch.tensor(self.lengths, device=device)
         visible = {kind: _visible(config, kind, anchor, slots) for kind in set(config.layer_types)}
         layers = iter(zip(self.keys, self.values, strict=True))
@@ -90,10 +98,11 @@ class ContextCache:
             q, block_k, block_v = (
                 x.unflatten(0, (rows, size)).transpose(1, 2) for x in (q, block_k, block_v)
             )
+            keys[:, :, own], values[:, :, own] = block_k, block_v
             out = F.scaled_dot_product_attention(  # [rows, heads, B, head_dim]
                 q,
-                torch.cat([keys[:, :, :slots], block_k], 2),
-                torch.cat([values[:, :, :slots], block_v], 2),
+                keys[:, :, : own.stop],
+                values[:, :, : own.stop],
                 attn_mask=visible[kind],
                 enable_gqa=config.heads != config.kv_heads,
             )
