@@ -16,6 +16,9 @@ import torch
 from engine.data.documents import Documents, open_documents
 from engine.hookspecs import hookimpl
 
+KEEPS_NUMBERS = True
+"""It stands for a fault of the machine, which is no part of a run's recipe."""
+
 
 @attrs.frozen(kw_only=True)
 class Options:
