@@ -1,9 +1,10 @@
 """A checkpoint on held-out prompts, by two measures.
 
-The walk scores every answer position in a few passes of target and drafter, against what the target itself
-would have said, and follows the text as a greedy server would. Decoding is the real thing, with caches,
-and says besides what it is worth in tokens per second, and whether the output is the target's own. The
-walk needs no decoding and is what runs during training; each is a check of the other.
+The walk scores every answer position in a few passes of target and drafter and follows the text as a greedy
+server would: a draft is accepted where it is what the target itself would have said there. Decoding is the
+real thing, with caches, and says besides what it is worth in tokens per second, and whether the output is
+the target's own. The walk needs no decoding and is what runs during training, by the same function over the
+run's own taps; each is a check of the other.
 
 Both bring shapes that the training's kernels were not tuned for, so both take kernels that take any
 (`target.decoding_kernels`).
@@ -20,7 +21,7 @@ from torch import Tensor
 from engine.data.batches import BatchPlan
 from engine.data.documents import Documents
 from engine.decoding_batch import rows_together
-from engine.dflash.decoding import walk_answers
+from engine.dflash.decoding import tokens_by_slot, walk_answers
 from engine.dflash.objective import decay_weights
 from engine.dflash.packing import PackedRow, pack_row
 from engine.dflash.speculation import Decoded, decode_alone, explain_difference, speculate
@@ -44,11 +45,7 @@ from engine.served_pair import (
     load_pair,
 )
 from engine.target.decoding_kernels import any_shape, any_shape_attention
-from engine.target.loading import Target
-from engine.target.truncation import capturing_taps
-
-LOGITS_AT_ONCE = 1 << 29
-"""Elements; a row of 2,048 tokens over a vocabulary of 250,000 comes alone."""
+from engine.target.own_tokens import own_tokens_and_taps
 
 LOSS_CHUNK = 1024
 
@@ -170,39 +167,16 @@ def walk_documents(pair: ServedPair, documents: Documents, say: Say) -> WalkFigu
     return figures
 
 
-def own_tokens_and_taps(target: Target, input_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """What the target would have said at each place, given the text before it, and its taps.
-
-    One forward gives both; training's own walk over the layers ends at the last tap.
-
-    Args:
-        input_ids: int64 [rows, length], right-padded, on the target's device.
-
-    Returns:
-        int64 [rows, length] on the CPU, the first of a row its own, which nothing predicts; and one
-        [rows, length, H] per tap on the target's device.
-    """
-    rows_at_once = max(1, LOGITS_AT_ONCE // (input_ids.shape[1] * target.summary.vocab_size))
-    said, taps = [], []
-    for rows in input_ids.split(rows_at_once):
-        with (
-            any_shape(target.model, target.device),
-            capturing_taps(len(target.target_layer_ids)) as captured,
-        ):
-            said.append(target.logits(rows).argmax(-1))  # [rows, length]
-        taps.append(captured)
-    own = torch.cat([input_ids[:, :1], torch.cat(said)[:, :-1]], dim=1).cpu()
-    return own, [torch.cat(parts) for parts in zip(*taps, strict=True)]
-
-
 def _pack(
     pair: ServedPair, recipe: Recipe, batches: BatchPlan, index: int
 ) -> tuple[PackedRow, Packed, Tensor]:
     """A micro-batch as one row, its taps for the drafter, and the target's own token at each slot."""
     batch = batches.micro_batch(index)
     row = pack_row(batch.input_ids, batch.loss_mask, batch.lengths, batch.document_ids)
-    tokens, taps = own_tokens_and_taps(pair.target, batch.input_ids.to(pair.target.device))
-    own = pack_row(tokens, batch.loss_mask, batch.lengths, batch.document_ids).input_ids
+    target = pair.target
+    with any_shape(target.model, target.device):
+        tokens, taps = own_tokens_and_taps(target, batch.input_ids.to(target.device), batch.loss_mask)
+    own = tokens_by_slot(row, tokens)
     dtype = next(pair.drafter.parameters()).dtype
     packed = tuple(tensor.to(dtype) for tensor in recipe.features.pack(taps, row))
     if pair.schedule is not None and pair.schedule.train.zero_taps:

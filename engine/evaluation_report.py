@@ -64,9 +64,9 @@ class WalkFigures:
     acceptance: Acceptance
     documents: int
     loss: float
-    """Σ w·CE / Σ w against the target's own tokens, nats."""
+    """Σ w·CE / Σ w against the documents' own tokens, nats, as a run's `held_out_loss`."""
     accuracy_by_slot: tuple[float, ...]
-    """[B - 1]: share of right tokens over all anchors, right or wrong before them."""
+    """[B - 1]: share of the target's own tokens over all anchors, right or wrong before them."""
     target_agreement: float
     """Share of the answers' tokens that are the target's most likely ones."""
     seconds: float

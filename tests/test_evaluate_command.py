@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 import orjson
 import pytest
-import torch
 from rich.console import Console
 from served_runs import served_run
 from small_runs import PAD
@@ -18,7 +17,7 @@ from test_commands import engine
 from engine.dflash.decoding import walk
 from engine.dflash.speculation import Decoded, speculate
 from engine.errors import CheckpointError, DifferenceFound, DiskError, InputError
-from engine.evaluate import check_output, decode_documents, evaluate_checkpoint, own_tokens_and_taps
+from engine.evaluate import check_output, decode_documents, evaluate_checkpoint
 from engine.evaluation_report import (
     Acceptance,
     DecodingFigures,
@@ -84,23 +83,6 @@ def test_slots_count_as_accepted_where_an_answers_end_cuts_the_targets_own_token
     found = Acceptance.of([4, 2], [3, 2], block_size=4)
     assert found.histogram == (0, 1, 0, 1) and found.accepted_by_slot == (1.0, 1.0, 0.5)
     assert math.isnan(Acceptance.of([], [], block_size=4).accepted_length)
-
-
-def test_the_targets_own_tokens_are_what_it_says_after_each_prefix(
-    trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = load_pair(trained, device="cpu").target
-    ids = torch.randint(0, PAD, (3, 9), generator=torch.Generator().manual_seed(0))
-    said, taps = own_tokens_and_taps(target, ids)
-    for tap, expected in zip(taps, target.forward_taps(ids), strict=True):
-        assert torch.equal(tap, expected)
-    monkeypatch.setattr("engine.evaluate.LOGITS_AT_ONCE", 1)  # each row alone
-    again, taps_again = own_tokens_and_taps(target, ids)
-    assert torch.equal(again, said) and taps_again[0].shape == taps[0].shape
-    for row in range(3):
-        assert said[row, 0] == ids[row, 0]
-        for place in range(1, 9):
-            assert said[row, place] == target.logits(ids[row : row + 1, :place])[0, -1].argmax()
 
 
 def test_the_held_out_documents_are_those_that_the_run_evaluates(trained: Path) -> None:

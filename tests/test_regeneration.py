@@ -27,8 +27,8 @@ from engine.data.preparation import DUPLICATE, _keep, prepare
 from engine.data.regeneration import AnswerWriter, settings_of
 from engine.data.report import Report
 from engine.regenerate import answer_writer
-from engine.target.generation import greedy
 from engine.target.loading import Target, load_target
+from tools.write_builtin_conversations import greedy
 
 FOLDER = resolve(TINY_HYBRID)
 END = 2
