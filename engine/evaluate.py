@@ -13,7 +13,7 @@ Both bring shapes that the training's kernels were not tuned for, so both take k
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ from engine.target.decoding_kernels import any_shape, any_shape_attention
 from engine.target.own_tokens import own_tokens_and_taps
 
 LOSS_CHUNK = 1024
+
+FLEX_ABOVE = 8192
+"""Tokens of a document. Dense attention scores all of a document for each few blocks, on a GPU with whole
+matrices of scores; from here on that is worth compiling FlexAttention, which training there takes anyway."""
 
 SAY_EVERY_S = 5.0
 
@@ -136,7 +140,7 @@ def walk_documents(pair: ServedPair, documents: Documents, say: Say) -> WalkFigu
     )
     agreed = answered = 0
     told = begin
-    recipe = _recipe(pair, section)
+    recipe = _recipe(pair, section, longest=min(section.max_length, int(documents.lengths.max())))
 
     def packed() -> Iterator[tuple[PackedRow, Packed, Tensor]]:
         nonlocal agreed, answered, told
@@ -184,15 +188,16 @@ def _pack(
     return row, packed, own
 
 
-def _recipe(pair: ServedPair, section: Data) -> Recipe:
-    """The strategies of the training, with dense attention unless the schedule insists on another:
-    what is run once is not worth compiling."""
+def _recipe(pair: ServedPair, section: Data, longest: int) -> Recipe:
+    """The strategies of the training. Attention is dense, which needs no compiling, unless the schedule
+    insists on another or, on a GPU, the longest document asks for it."""
     config, schedule, host = pair.config, pair.schedule, pair.host
     weights = decay_weights(GAMMA_BY_BLOCK_SIZE.get(config.block_size))
     if schedule is not None:
         train = schedule.train
         weights = host.choose_named("make_objective", "train.objective", train.objective, train=train)
-    flex = schedule is not None and schedule.drafter.attention == "flex" and pair.target.device.type == "cuda"
+    asked = schedule.drafter.attention if schedule is not None else "auto"
+    flex = pair.target.device.type == "cuda" and takes_flex(asked, longest)
     return Recipe(
         features=host.choose("make_feature_path", config=config),
         weights=weights,
@@ -202,6 +207,11 @@ def _recipe(pair: ServedPair, section: Data) -> Recipe:
         max_anchors=section.max_anchors,
         seed=0,
     )
+
+
+def takes_flex(asked: Literal["auto", "dense", "flex"], longest: int) -> bool:
+    """Whether the walk on a GPU takes FlexAttention, by what the schedule says and the longest document."""
+    return asked == "flex" or (asked == "auto" and longest > FLEX_ABOVE)
 
 
 def decode_documents(

@@ -17,7 +17,7 @@ from test_commands import engine
 from engine.dflash.decoding import walk
 from engine.dflash.speculation import Decoded, speculate
 from engine.errors import CheckpointError, DifferenceFound, DiskError, InputError
-from engine.evaluate import check_output, decode_documents, evaluate_checkpoint
+from engine.evaluate import FLEX_ABOVE, check_output, decode_documents, evaluate_checkpoint, takes_flex
 from engine.evaluation_report import (
     Acceptance,
     DecodingFigures,
@@ -83,6 +83,22 @@ def test_slots_count_as_accepted_where_an_answers_end_cuts_the_targets_own_token
     found = Acceptance.of([4, 2], [3, 2], block_size=4)
     assert found.histogram == (0, 1, 0, 1) and found.accepted_by_slot == (1.0, 1.0, 0.5)
     assert math.isnan(Acceptance.of([], [], block_size=4).accepted_length)
+
+
+def test_long_documents_take_flex_on_a_gpu_unless_the_schedule_says_dense() -> None:
+    assert takes_flex("auto", FLEX_ABOVE + 1) and not takes_flex("auto", FLEX_ABOVE)
+    assert takes_flex("flex", 10) and not takes_flex("dense", 10 * FLEX_ABOVE)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_walk_through_flex_is_that_through_dense_attention(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = evaluate_checkpoint(trained, device="cuda:0", decodes=False).walk
+    monkeypatch.setattr("engine.evaluate.FLEX_ABOVE", 1)
+    flex = evaluate_checkpoint(trained, device="cuda:0", decodes=False).walk
+    assert dense and flex and flex.loss == pytest.approx(dense.loss, rel=1e-2)
+    assert flex.acceptance.accepted_length == pytest.approx(dense.acceptance.accepted_length, rel=0.03)
 
 
 def test_the_held_out_documents_are_those_that_the_run_evaluates(trained: Path) -> None:
