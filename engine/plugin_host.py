@@ -235,6 +235,14 @@ def kind_of(hook: str) -> Literal["choose", "wrap", "watch"]:
     return "wrap" if hook.startswith("wrap_") else "watch"
 
 
+def changes_numbers(plugin: LoadedPlugin) -> bool:
+    """Whether what a plugin wraps may compute other numbers, by more than rounding.
+
+    So it is taken to be, unless its module says `KEEPS_NUMBERS = True`.
+    """
+    return not getattr(plugin.module, "KEEPS_NUMBERS", False)
+
+
 def register_installed_commands(app: Any) -> None:
     """Let installed plugins add commands to a typer application; without any, nothing is loaded."""
     installed = [load_plugin(name, {}, "installed") for name in installed_plugins()]

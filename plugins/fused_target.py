@@ -24,6 +24,9 @@ from engine.target.fused_walk import fused_walk
 from engine.target.loading import Target
 from engine.toml_tables import Bounds
 
+KEEPS_NUMBERS = True
+"""What it wraps computes the same but for rounding."""
+
 
 @attrs.frozen(kw_only=True)
 class Options:

@@ -25,6 +25,9 @@ from engine.runtime.serializer import Serializer
 from engine.target.loading import Target
 from engine.toml_tables import Bounds
 
+KEEPS_NUMBERS = True
+"""What it wraps computes the same but for rounding."""
+
 Shape = tuple[int, int]
 
 

@@ -37,6 +37,9 @@ from engine.hookspecs import hookimpl
 from engine.runtime.lane import Lane
 from engine.runtime.serializer import Serializer
 
+KEEPS_NUMBERS = True
+"""What it wraps computes the same but for rounding."""
+
 Position = tuple[Tensor, Tensor]
 
 
