@@ -34,6 +34,7 @@ from engine.evaluation_report import (
     PromptDifference,
     WalkFigures,
 )
+from engine.rounding_null import is_reduced, measure_null, other_number
 from engine.schedule import Data
 from engine.schedule_agreement import GAMMA_BY_BLOCK_SIZE
 from engine.served_pair import (
@@ -278,6 +279,19 @@ def decode_documents(
         if greedy
         and (found := explain_difference(pair.target, prompt, ours[place].tokens, alone[place])) is not None
     ]
+    rounding = None
+    if differences and is_reduced(pair.target.dtype):
+        together = other_number(batch)
+        say(f"{len(differences)} outputs differ: the target decodes some again, {together} together")
+        rounding = measure_null(
+            pair.target,
+            prompts,
+            alone,
+            {difference.prompt for difference in differences},
+            max_new_tokens=max_new_tokens,
+            stop=pair.stop,
+            rows_together=together,
+        )
     return DecodingFigures(
         acceptance=Acceptance.of(committed, drafted, pair.config.block_size),
         prompts=len(prompts),
@@ -290,6 +304,7 @@ def decode_documents(
         ended=sum(one.tokens[-1] in pair.stop for one in ours.values()),
         identical=len(prompts) - len(differences) if greedy else None,
         differences=tuple(differences),
+        rounding=rounding,
     )
 
 
