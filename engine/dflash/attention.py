@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from engine.dflash.anchors import Anchors
-from engine.dflash.attention_mask import TILE, block_mask, dense_mask, visible_runs
+from engine.dflash.attention_mask import TILE, VisibleRuns, block_mask, dense_mask, visible_runs
 from engine.dflash.configuration import DrafterConfig
 from engine.dflash.packing import sent
 from engine.errors import InputError
@@ -29,7 +29,8 @@ BLOCKS_PER_PIECE = 32
 
 MASKS_KEPT = 1 << 26
 """Elements of the dense backend's masks, a byte each, that are kept for all layers of a micro-batch. Where a
-long document makes more of them, each layer makes them anew, a piece at a time."""
+long document makes more of them, each layer makes them anew, a piece at a time, and sliding layers leave out
+what is behind their windows."""
 
 EAGER_FLEX_SCORES = 1 << 24
 """Uncompiled FlexAttention holds every score; above this many per head it is refused."""
@@ -70,14 +71,19 @@ class _Piece:
     def scores(self) -> int:
         return (self.queries.stop - self.queries.start) * self.keys.numel()
 
+    def seen(self, run: VisibleRuns) -> "_Piece":
+        """The same without the keys in front of all that its queries see."""
+        first = max(self.context.start, int(run.context_begin[self.queries].min()))
+        keys = self.keys[first - self.context.start :]
+        return _Piece(self.queries, slice(first, self.context.stop), keys)
+
 
 def _prepare_dense(
     anchors: Anchors, starts: Tensor, context_length: int, config: DrafterConfig, device: torch.device
 ) -> Attention:
     size = config.block_size
     runs = {
-        kind: visible_runs(anchors, starts, context_length, config, kind).to(device)
-        for kind in set(config.layer_types)
+        kind: visible_runs(anchors, starts, context_length, config, kind) for kind in set(config.layer_types)
     }
     begins = starts[anchors.document.clamp(min=0)].tolist()
     slots, documents = anchors.slot.tolist(), anchors.document.tolist()
@@ -101,17 +107,20 @@ def _prepare_dense(
         pieces.append(_Piece(queries, context, keys))
         first = last
 
+    keeps = sum(piece.scores for piece in pieces) * len(runs) <= MASKS_KEPT
+    of_kind = {kind: pieces if keeps else [piece.seen(run) for piece in pieces] for kind, run in runs.items()}
+    runs = {kind: run.to(device) for kind, run in runs.items()}
+
     def visible(piece: _Piece, kind: str) -> Tensor:  # bool [1, queries, context + queries]
         return dense_mask(runs[kind], piece.queries, piece.keys)[None]
 
-    keeps = sum(piece.scores for piece in pieces) * len(runs) <= MASKS_KEPT
     kept = {kind: [visible(piece, kind) for piece in pieces] for kind in runs} if keeps else None
 
     def attend(
         layer_type: str, q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor
     ) -> Tensor:
         out = []
-        for number, piece in enumerate(pieces):
+        for number, piece in enumerate(of_kind[layer_type]):
             k = torch.cat([context_k[piece.context], block_k[piece.queries]])  # [keys, kv, d]
             v = torch.cat([context_v[piece.context], block_v[piece.queries]])
             mask = kept[layer_type][number] if kept else visible(piece, layer_type)
