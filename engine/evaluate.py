@@ -1,9 +1,10 @@
 """A checkpoint on held-out prompts, by two measures.
 
-The walk scores every answer position in a few passes of target and drafter, against what the target itself
-would have said, and follows the text as a greedy server would. Decoding is the real thing, with caches,
-and says besides what it is worth in tokens per second, and whether the output is the target's own. The
-walk needs no decoding and is what runs during training; each is a check of the other.
+The walk scores every answer position in a few passes of target and drafter and follows the text as a greedy
+server would: a draft is accepted where it is what the target itself would have said there. Decoding is the
+real thing, with caches, and says besides what it is worth in tokens per second, and whether the output is
+the target's own. The walk needs no decoding and is what runs during training, by the same function over the
+run's own taps; each is a check of the other.
 
 Both bring shapes that the training's kernels were not tuned for, so both take kernels that take any
 (`target.decoding_kernels`).
@@ -12,7 +13,7 @@ Both bring shapes that the training's kernels were not tuned for, so both take k
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from engine.data.batches import BatchPlan
 from engine.data.documents import Documents
 from engine.decoding_batch import rows_together
-from engine.dflash.decoding import walk_answers
+from engine.dflash.decoding import tokens_by_slot, walk_answers
 from engine.dflash.objective import decay_weights
 from engine.dflash.packing import PackedRow, pack_row
 from engine.dflash.speculation import Decoded, decode_alone, explain_difference, speculate
@@ -33,6 +34,7 @@ from engine.evaluation_report import (
     PromptDifference,
     WalkFigures,
 )
+from engine.rounding_null import is_reduced, measure_null, other_number
 from engine.schedule import Data
 from engine.schedule_agreement import GAMMA_BY_BLOCK_SIZE
 from engine.served_pair import (
@@ -44,13 +46,13 @@ from engine.served_pair import (
     load_pair,
 )
 from engine.target.decoding_kernels import any_shape, any_shape_attention
-from engine.target.loading import Target
-from engine.target.truncation import capturing_taps
-
-LOGITS_AT_ONCE = 1 << 29
-"""Elements; a row of 2,048 tokens over a vocabulary of 250,000 comes alone."""
+from engine.target.own_tokens import own_tokens_and_taps
 
 LOSS_CHUNK = 1024
+
+FLEX_ABOVE = 8192
+"""Tokens of a document. Dense attention scores all of a document for each few blocks, on a GPU with whole
+matrices of scores; from here on that is worth compiling FlexAttention, which training there takes anyway."""
 
 SAY_EVERY_S = 5.0
 
@@ -103,6 +105,7 @@ def evaluate_checkpoint(
             target=pair.target.summary.folder,
             device=name,
             block_size=pair.config.block_size,
+            target_changed_by=pair.changed_by,
             walk=walk_documents(pair, documents, say) if walks else None,
             decoding=decode_documents(pair, documents, batch=batch, say=say, **how) if decodes else None,
         )
@@ -141,7 +144,7 @@ def walk_documents(pair: ServedPair, documents: Documents, say: Say) -> WalkFigu
     )
     agreed = answered = 0
     told = begin
-    recipe = _recipe(pair, section)
+    recipe = _recipe(pair, section, longest=min(section.max_length, int(documents.lengths.max())))
 
     def packed() -> Iterator[tuple[PackedRow, Packed, Tensor]]:
         nonlocal agreed, answered, told
@@ -172,39 +175,16 @@ def walk_documents(pair: ServedPair, documents: Documents, say: Say) -> WalkFigu
     return figures
 
 
-def own_tokens_and_taps(target: Target, input_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """What the target would have said at each place, given the text before it, and its taps.
-
-    One forward gives both; training's own walk over the layers ends at the last tap.
-
-    Args:
-        input_ids: int64 [rows, length], right-padded, on the target's device.
-
-    Returns:
-        int64 [rows, length] on the CPU, the first of a row its own, which nothing predicts; and one
-        [rows, length, H] per tap on the target's device.
-    """
-    rows_at_once = max(1, LOGITS_AT_ONCE // (input_ids.shape[1] * target.summary.vocab_size))
-    said, taps = [], []
-    for rows in input_ids.split(rows_at_once):
-        with (
-            any_shape(target.model, target.device),
-            capturing_taps(len(target.target_layer_ids)) as captured,
-        ):
-            said.append(target.logits(rows).argmax(-1))  # [rows, length]
-        taps.append(captured)
-    own = torch.cat([input_ids[:, :1], torch.cat(said)[:, :-1]], dim=1).cpu()
-    return own, [torch.cat(parts) for parts in zip(*taps, strict=True)]
-
-
 def _pack(
     pair: ServedPair, recipe: Recipe, batches: BatchPlan, index: int
 ) -> tuple[PackedRow, Packed, Tensor]:
     """A micro-batch as one row, its taps for the drafter, and the target's own token at each slot."""
     batch = batches.micro_batch(index)
     row = pack_row(batch.input_ids, batch.loss_mask, batch.lengths, batch.document_ids)
-    tokens, taps = own_tokens_and_taps(pair.target, batch.input_ids.to(pair.target.device))
-    own = pack_row(tokens, batch.loss_mask, batch.lengths, batch.document_ids).input_ids
+    target = pair.target
+    with any_shape(target.model, target.device):
+        tokens, taps = own_tokens_and_taps(target, batch.input_ids.to(target.device), batch.loss_mask)
+    own = tokens_by_slot(row, tokens)
     dtype = next(pair.drafter.parameters()).dtype
     packed = tuple(tensor.to(dtype) for tensor in recipe.features.pack(taps, row))
     if pair.schedule is not None and pair.schedule.train.zero_taps:
@@ -212,15 +192,16 @@ def _pack(
     return row, packed, own
 
 
-def _recipe(pair: ServedPair, section: Data) -> Recipe:
-    """The strategies of the training, with dense attention unless the schedule insists on another:
-    what is run once is not worth compiling."""
+def _recipe(pair: ServedPair, section: Data, longest: int) -> Recipe:
+    """The strategies of the training. Attention is dense, which needs no compiling, unless the schedule
+    insists on another or, on a GPU, the longest document asks for it."""
     config, schedule, host = pair.config, pair.schedule, pair.host
     weights = decay_weights(GAMMA_BY_BLOCK_SIZE.get(config.block_size))
     if schedule is not None:
         train = schedule.train
         weights = host.choose_named("make_objective", "train.objective", train.objective, train=train)
-    flex = schedule is not None and schedule.drafter.attention == "flex" and pair.target.device.type == "cuda"
+    asked = schedule.drafter.attention if schedule is not None else "auto"
+    flex = pair.target.device.type == "cuda" and takes_flex(asked, longest)
     return Recipe(
         features=host.choose("make_feature_path", config=config),
         weights=weights,
@@ -230,6 +211,11 @@ def _recipe(pair: ServedPair, section: Data) -> Recipe:
         max_anchors=section.max_anchors,
         seed=0,
     )
+
+
+def takes_flex(asked: Literal["auto", "dense", "flex"], longest: int) -> bool:
+    """Whether the walk on a GPU takes FlexAttention, by what the schedule says and the longest document."""
+    return asked == "flex" or (asked == "auto" and longest > FLEX_ABOVE)
 
 
 def decode_documents(
@@ -295,6 +281,19 @@ def decode_documents(
         if greedy
         and (found := explain_difference(pair.target, prompt, ours[place].tokens, alone[place])) is not None
     ]
+    rounding = None
+    if differences and is_reduced(pair.target.dtype):
+        together = other_number(batch)
+        say(f"{len(differences)} outputs differ: the target decodes some again, {together} together")
+        rounding = measure_null(
+            pair.target,
+            prompts,
+            alone,
+            {difference.prompt for difference in differences},
+            max_new_tokens=max_new_tokens,
+            stop=pair.stop,
+            rows_together=together,
+        )
     return DecodingFigures(
         acceptance=Acceptance.of(committed, drafted, pair.config.block_size),
         prompts=len(prompts),
@@ -307,6 +306,7 @@ def decode_documents(
         ended=sum(one.tokens[-1] in pair.stop for one in ours.values()),
         identical=len(prompts) - len(differences) if greedy else None,
         differences=tuple(differences),
+        rounding=rounding,
     )
 
 

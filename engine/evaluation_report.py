@@ -6,6 +6,7 @@ drafting while serving computes something else than training did.
 """
 
 import importlib.util
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.errors import DiskError, InputError
+from engine.rounding_null import ALWAYS, UNMEASURED, RoundingNull
+from engine.served_pair import of_plain_target
 from engine.whole_files import disk_errors, replace_file
 
 DIFFERENCES_SHOWN = 10
-
-NEAR_TIES = 0.2
-"""Share of the prompts that may differ by near ties where answers have `NEAR_TIE_TOKENS` tokens or fewer:
-each token is a chance, so longer answers may differ more often."""
-
-NEAR_TIE_TOKENS = 64
-
-NEAR_TIES_AT_LEAST = 2
-"""So many are let pass whatever their share: of few prompts they say nothing."""
 
 
 @attrs.frozen(kw_only=True)
@@ -64,9 +58,9 @@ class WalkFigures:
     acceptance: Acceptance
     documents: int
     loss: float
-    """Σ w·CE / Σ w against the target's own tokens, nats."""
+    """Σ w·CE / Σ w against the documents' own tokens, nats, as a run's `held_out_loss`."""
     accuracy_by_slot: tuple[float, ...]
-    """[B - 1]: share of right tokens over all anchors, right or wrong before them."""
+    """[B - 1]: share of the target's own tokens over all anchors, right or wrong before them."""
     target_agreement: float
     """Share of the answers' tokens that are the target's most likely ones."""
     seconds: float
@@ -100,6 +94,8 @@ class DecodingFigures:
     identical: int | None
     """Prompts whose output is the target's own, token for token; None when sampling."""
     differences: tuple[PromptDifference, ...] = ()
+    rounding: RoundingNull | None = None
+    """How often rounding alone parts texts; measured in a reduced precision, where there are differences."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -112,9 +108,9 @@ class DecodingFigures:
     @property
     def near_ties_allowed(self) -> int:
         """How many prompts may differ by near ties."""
-        length = max(self.alone_tokens / self.prompts, NEAR_TIE_TOKENS)
-        share = 1 - (1 - NEAR_TIES) ** (length / NEAR_TIE_TOKENS)
-        return max(NEAR_TIES_AT_LEAST, round(share * self.prompts))
+        if self.rounding is None:
+            return max(ALWAYS, math.floor(UNMEASURED * self.prompts))
+        return self.rounding.allowed
 
     @property
     def unexplained(self) -> list[PromptDifference]:
@@ -132,6 +128,8 @@ class EvaluationReport:
     block_size: int
     walk: WalkFigures | None
     decoding: DecodingFigures | None
+    target_changed_by: tuple[str, ...] = ()
+    """The schedule's plugins that change the target's numbers in training; here it is the plain one."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; speeds are in it too."""
@@ -140,6 +138,7 @@ class EvaluationReport:
             values["decoding"] |= {
                 "tokens_per_s": self.decoding.tokens_per_s,
                 "alone_tokens_per_s": self.decoding.alone_tokens_per_s,
+                "near_ties_allowed": self.decoding.near_ties_allowed,
             }
         return values
 
@@ -203,7 +202,8 @@ def print_report(report: EvaluationReport, console: Console) -> None:
     for k in range(1, report.block_size):
         table.add_row(f"slot {k} accepted", *(f"{found.accepted_by_slot[k - 1]:.1%}" for _, found in columns))
     console.print(table)
-    for line in [*_walk_lines(walk), *_decoding_lines(decoding)]:
+    changed = [of_plain_target(report.target_changed_by)] if report.target_changed_by else []
+    for line in [*changed, *_walk_lines(walk), *_decoding_lines(decoding)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -219,6 +219,16 @@ def _walk_lines(walk: WalkFigures | None) -> list[str]:
             "the text is not the target's: the walk follows it all the same, where a server would leave it"
         )
     return lines
+
+
+def _measured(null: RoundingNull | None) -> str:
+    if null is None:
+        return ""
+    return (
+        f": decoded by the target alone, {null.rows_together} together, "
+        f"{null.differing_moved} of {null.differing_again} of these and "
+        f"{null.others_moved} of {null.others_again} others differ from what it said before"
+    )
 
 
 def _decoding_lines(decoding: DecodingFigures | None) -> list[str]:
@@ -239,7 +249,7 @@ def _decoding_lines(decoding: DecodingFigures | None) -> list[str]:
         if ties := len(decoding.differences) - len(decoding.unexplained):
             lines.append(
                 f"{ties} of {decoding.prompts} outputs ({ties / decoding.prompts:.1%}) differ by near ties; "
-                f"up to {decoding.near_ties_allowed} are taken for rounding"
+                f"up to {decoding.near_ties_allowed} are taken for rounding{_measured(decoding.rounding)}"
             )
     else:
         lines.append("sampled outputs are not compared with the target's own: only greedy ones can be")

@@ -7,7 +7,10 @@ import json
 from typing import Any
 
 from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
+from engine.plugin_host import host_of
+from engine.plugin_loading import PluginRefused, load_plugin
 from engine.schedule import Schedule
+from engine.served_pair import target_changed_by
 
 
 def render_card(
@@ -47,6 +50,7 @@ def render_card(
         "## Serving",
         "",
         *_serving(config, target=target, layout=layout, hybrid=hybrid),
+        *_changed_target(schedule),
     ]
     if schedule is not None:
         lines += ["", "## Training", "", "| | |", "|---|---|"]
@@ -104,6 +108,26 @@ def _serving(config: DrafterConfig, *, target: str, layout: str, hybrid: bool) -
         "```",
     ]
     return ["`DRAFTER` stands for this folder.", "", *sglang, "", *vllm]
+
+
+def _changed_target(schedule: Schedule | None) -> list[str]:
+    """What a server has to know of the target in training, if that was not the plain one."""
+    if schedule is None:
+        return []
+    try:
+        changed_by = target_changed_by(
+            host_of([load_plugin(one.use, one.options, "schedule") for one in schedule.plugin])
+        )
+    except PluginRefused as error:  # the drafter is served without it
+        return ["", f"Whether a plugin changed the target's numbers in training is not known here: {error}."]
+    if not changed_by:
+        return []
+    return [
+        "",
+        f"In training {' and '.join(changed_by)} changed the target's numbers, and with them the states that",
+        "the drafter reads. Accepted length and loss above are beside that target; a server that runs it in",
+        "another way gives the drafter other states.",
+    ]
 
 
 def _recipe(schedule: Schedule) -> list[tuple[str, Any]]:

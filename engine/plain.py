@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.data.batches import BatchPlan, MicroBatch
-from engine.dflash.decoding import Evaluation, evaluate
+from engine.dflash.decoding import Evaluation, evaluate, tokens_by_slot
 from engine.dflash.finite import BadSteps, first_trouble, listed, take_reading
 from engine.dflash.masters import learning_rate
 from engine.dflash.packing import PackedRow
@@ -31,6 +31,7 @@ from engine.dflash.training import Packed, training_loss
 from engine.errors import EngineError, NonFinite
 from engine.runtime.failure import Place, StageFailure
 from engine.runtime.progress import LoopProgress
+from engine.target.own_tokens import own_tokens_and_taps
 from engine.training_parts import DrafterPart, TrainingParts, pack_micro_batch, step_row
 
 LANE = "plain"
@@ -232,15 +233,27 @@ def evaluate_held_out(
 ) -> Evaluation:
     """Held-out loss and accepted length, every answer position scored once.
 
+    What the target would have said counts as accepted, where the run's target keeps its head; a target cut
+    behind its last tap says nothing, and there the documents' own tokens do.
+
     Args:
         further: called at each micro-batch.
     """
+    target = parts.targets[0]
 
-    def packed() -> Iterator[tuple[PackedRow, Packed]]:
+    def packed() -> Iterator[tuple[PackedRow, Packed, Tensor]]:
         for index in range(batches.per_epoch):
             further()
             batch = batches.micro_batch(index)
-            yield pack(parts, batch, target_forward(parts, batch))
+            if not target.has_head:
+                row, taps = pack(parts, batch, target_forward(parts, batch))
+                yield row, taps, row.input_ids
+                continue
+            ids = batch.input_ids.to(target.device)
+            own, states = own_tokens_and_taps(target, ids, batch.loss_mask.bool())
+            row, taps = pack(parts, batch, states)
+            del states
+            yield row, taps, tokens_by_slot(row, own)
 
     part = parts.drafters[0]
     return evaluate(part.drafter, part.shared, packed(), parts.recipe)

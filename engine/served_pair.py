@@ -7,7 +7,7 @@ weights are compared with those of the training.
 """
 
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from engine.dflash.configuration import DrafterConfig
 from engine.dflash.drafter import Drafter, build_drafter
 from engine.dflash.export import fill_drafter, read_drafter_config, read_drafter_weights
 from engine.errors import CheckpointError, InputError
-from engine.plugin_host import PluginHost, load_plugins
+from engine.plugin_host import PluginHost, changes_numbers, load_plugins
 from engine.randomness import stateless_hash
 from engine.run_folder import resolve_checkpoint
 from engine.runtime.launch_state import ColdKey
@@ -67,6 +67,11 @@ class ServedPair:
     def stop(self) -> tuple[int, ...]:
         """Ids that end an answer."""
         return self.target.summary.eos_token_ids
+
+    @property
+    def changed_by(self) -> tuple[str, ...]:
+        """As `target_changed_by`; here the target is as its files have it."""
+        return target_changed_by(self.host)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -161,7 +166,27 @@ def load_pair(
     drafter = build_drafter(config, place, dtype)
     fill_drafter(drafter, read_drafter_weights(checkpoint, config), str(checkpoint))
     drafter.requires_grad_(False).eval()
-    return ServedPair(checkpoint=checkpoint, schedule=schedule, host=host, target=loaded, drafter=drafter)
+    pair = ServedPair(checkpoint=checkpoint, schedule=schedule, host=host, target=loaded, drafter=drafter)
+    if pair.changed_by:
+        say(of_plain_target(pair.changed_by))
+    return pair
+
+
+def target_changed_by(host: PluginHost) -> tuple[str, ...]:
+    """The schedule's plugins that change the target's numbers in training, and with them the taps."""
+    return tuple(
+        plugin.name
+        for plugin in host.answering("wrap_target")
+        if plugin.origin == "schedule" and changes_numbers(plugin)
+    )
+
+
+def of_plain_target(changed_by: Sequence[str]) -> str:
+    """What is to be said of figures beside a drafter that was trained on a changed target."""
+    return (
+        f"the schedule's {' and '.join(changed_by)} changes the target's numbers in training, and so in "
+        "metrics.jsonl; figures here are of the plain target"
+    )
 
 
 def trained_by(checkpoint: Path) -> tuple[Schedule | None, dict[str, Any]]:

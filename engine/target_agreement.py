@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
 from engine.builtin import resolve
 from engine.data.batches import BatchPlan
 from engine.data.manifest import read_manifest
-from engine.errors import DataError, EngineError, NonFinite
+from engine.errors import DataError
 from engine.target.loading import Target
+from engine.target.own_tokens import own_tokens_and_taps
 from engine.training_parts import TrainingParts
 
 LOW = 0.6
 TOKENS = 8192  # real ones: one forward at the usual budget
-_CHUNK = 1024  # positions whose logits exist at once: 0.5 GB at a vocabulary of 248,320 in bfloat16
 
 
 @attrs.frozen
@@ -53,9 +52,8 @@ class Agreement:
         )
 
 
-@torch.no_grad()
 def rows_agreement(target: Target, input_ids: Tensor, loss_mask: Tensor) -> Agreement:
-    """Agreement over right-padded rows; logits exist for supervised tokens alone, a chunk at a time.
+    """Agreement over right-padded rows.
 
     Args:
         target: with its head.
@@ -63,26 +61,12 @@ def rows_agreement(target: Target, input_ids: Tensor, loss_mask: Tensor) -> Agre
         loss_mask: bool [rows, length], False on padding. A row's first token is not looked at.
 
     Raises:
-        EngineError: the target was cut behind its last tap.
-        NonFinite: a logit is NaN.
+        EngineError, NonFinite: as `own_tokens_and_taps`.
     """
-    if not target.has_head:
-        raise EngineError("target agreement was asked of a target cut behind its last tap; use keep_head")
-    ids = input_ids.to(target.device)
-    hidden = target.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [rows, length, H]
-    supervised = loss_mask[:, 1:].to(target.device)
-    states, labels = hidden[:, :-1][supervised], ids[:, 1:][supervised]  # [n, H], [n]
-    head = target.model.get_output_embeddings()
-    agreed = 0
-    for some, wanted in zip(states.split(_CHUNK), labels.split(_CHUNK), strict=True):
-        # Caps and scales that some models put on logits keep their order, so the product will do.
-        best, chosen = head(some).max(-1)
-        if best.isnan().any():
-            raise NonFinite(
-                "target agreement: the target's logits are NaN; compare its kernels with PyTorch's"
-            )
-        agreed += int((chosen == wanted).sum())
-    return Agreement(agreed, labels.numel(), input_ids.shape[0])
+    ids, supervised = input_ids.to(target.device), loss_mask[:, 1:].bool().to(target.device)
+    own, _ = own_tokens_and_taps(target, ids, loss_mask.bool())
+    agreed = int((own == ids)[:, 1:][supervised].sum())
+    return Agreement(agreed, int(supervised.sum()), input_ids.shape[0])
 
 
 def measure_agreement(target: Target, batches: BatchPlan, tokens: int = TOKENS) -> Agreement:

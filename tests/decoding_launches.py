@@ -16,10 +16,10 @@ from decoding_targets import EOS, builtin_drafter, builtin_target
 from torch import Tensor
 
 from engine.dflash import speculation
-from engine.evaluate import own_tokens_and_taps
 from engine.runtime.serializer import Serializer
 from engine.runtime.stub_driver import Launch, stub_driver
 from engine.target import cached_forward, decoding_kernels, generation, kernels, loading
+from engine.target.own_tokens import own_tokens_and_taps
 
 ROWS, TOKENS = 12, 16
 
@@ -59,7 +59,9 @@ def evaluation(seed: int) -> None:
     drawn = random.Random(seed)
     target, drafter = builtin_target(), builtin_drafter()
     for _ in range(3):
-        own_tokens_and_taps(target, torch.full((drawn.randint(1, 9), 16 * drawn.randint(1, 8)), 7))
+        ids = torch.full((drawn.randint(1, 9), 16 * drawn.randint(1, 8)), 7)
+        with decoding_kernels.any_shape(target.model, target.device):
+            own_tokens_and_taps(target, ids, torch.zeros_like(ids, dtype=torch.bool))  # no kernel has run
     prompts = [[7] * drawn.randint(3, 20) for _ in range(ROWS)]
     for decode in (
         lambda: speculation.speculate(target, drafter, prompts, max_new_tokens=TOKENS, stop=[EOS]),

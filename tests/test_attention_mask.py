@@ -1,5 +1,7 @@
 """The tile table against brute force, and every backend against every other."""
 
+from typing import Any
+
 import pytest
 import torch
 from blocks import recipe_of, row_of, run_blocks, shared_weights, small_config, small_drafter, taps_of
@@ -217,3 +219,25 @@ def test_compiled_flex_equals_dense_forward_and_backward(block_size: int) -> Non
         results.append((used, drafter.fc.weight.grad, drafter.layers[0].self_attn.k_proj.weight.grad))
     for dense, flex in zip(*results, strict=True):
         assert (dense - flex).abs().max() < 1e-3 * dense.abs().max()
+
+
+def test_a_long_document_s_dense_masks_are_made_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(layer_types=(FULL, SLIDING), sliding_window=20)
+    row = row_of((700, 2))
+    slots = list(range(5, 695, 7))  # four pieces of up to 32 blocks
+    kept = run_blocks(config, row, taps_of(row), slots)
+    sizes: list[int] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        mask = dense_mask(*arguments)
+        sizes.append(mask.numel())
+        return mask
+
+    monkeypatch.setattr("engine.dflash.attention.dense_mask", counted)
+    monkeypatch.setattr("engine.dflash.attention.MASKS_KEPT", 1000)
+    anchors = anchors_at(row, torch.tensor(slots), len(slots))
+    prepare_attention("dense", anchors, row.starts, row.length, config, torch.device("cpu"))
+    assert not sizes  # nothing is made before a layer asks
+    torch.testing.assert_close(run_blocks(config, row, taps_of(row), slots), kept, atol=2e-6, rtol=2e-6)
+    assert len(sizes) == 4 * 2 and max(sizes) <= 32 * config.block_size * (700 + 32 * config.block_size)
+    assert sum(sizes[4:]) < sum(sizes[:4])  # the sliding layer looks at its windows alone

@@ -18,8 +18,9 @@ from engine.builtin.words import ambiguous_bodies, stdlib_pairs
 from engine.data.chat import load_tokenizer, tokenizer_fingerprint
 from engine.data.documents import Documents, assert_disjoint, open_documents
 from engine.errors import InputError
-from engine.target.generation import agreement_counts, greedy
-from engine.target.loading import load_target
+from engine.target.loading import Target, load_target
+from engine.target_agreement import rows_agreement
+from tools.write_builtin_conversations import greedy
 
 SIX_MEGABYTES = 6_000_000
 
@@ -35,7 +36,7 @@ def documents(name: str) -> Documents:
 
 
 @cache
-def model() -> torch.nn.Module:
+def target() -> Target:
     torch.set_num_threads(1)
     return load_target(
         resolve(TINY_HYBRID),
@@ -43,7 +44,11 @@ def model() -> torch.nn.Module:
         dtype=torch.float32,
         device=torch.device("cpu"),
         keep_head=True,
-    ).model
+    )
+
+
+def model() -> torch.nn.Module:
+    return target().model
 
 
 @cache
@@ -204,8 +209,8 @@ def test_the_target_agrees_with_the_shipped_answers() -> None:
         for row, (tokens, marks, _) in enumerate(batch):
             ids[row, : len(tokens)] = torch.from_numpy(tokens)
             mask[row, : len(tokens)] = torch.from_numpy(marks)
-        counts = agreement_counts(model(), ids, mask)
-        agreed, supervised = agreed + counts[0], supervised + counts[1]
+        counts = rows_agreement(target(), ids, mask)
+        agreed, supervised = agreed + counts.agreed, supervised + counts.supervised
     assert supervised > 5_000
     assert agreed / supervised >= 0.999
 

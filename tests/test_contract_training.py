@@ -24,7 +24,7 @@ from blocks import (
 )
 from small_runs import assembled, plain_loop, small_project
 
-from engine.dflash.anchors import draw_anchors
+from engine.dflash.anchors import blocks_at, draw_anchors
 from engine.dflash.decoding import evaluate
 from engine.dflash.masters import Masters, learning_rate
 from engine.dflash.objective import BlockLoss, block_loss, decay_weights, dpace_weights
@@ -101,19 +101,21 @@ def test_the_walk_begins_at_the_first_answer_token(monkeypatch: pytest.MonkeyPat
     row = row_of((20, 5))
 
     def asked(drafter, shared, context, row, anchors, recipe):  # instead of hidden states: what was asked
-        return SimpleNamespace(anchors=anchors, device=torch.device("cpu")), None
+        blocks = blocks_at(row, anchors, block_size=4, mask_token_id=0)
+        return SimpleNamespace(anchors=anchors, device=torch.device("cpu")), blocks
 
     def hits(hidden, head, labels, supervised, **_) -> BlockLoss:
         anchors = hidden.anchors
         right = (anchors.position < 10)[:, None].expand(-1, 3) & (anchors.document >= 0)[:, None]
-        return BlockLoss(torch.tensor(1.0), torch.tensor(1.0), right, torch.ones_like(right))
+        predicted = torch.where(right, labels, -1)
+        return BlockLoss(torch.tensor(1.0), torch.tensor(1.0), right, torch.ones_like(right), predicted)
 
     monkeypatch.setattr("engine.dflash.decoding.drafter_blocks", asked)
     monkeypatch.setattr("engine.dflash.decoding.block_loss", hits)
     drafter = small_drafter(small_config())
     for at_once in (1, 6, 64):
         recipe = recipe_of(max_anchors=at_once)
-        evaluation = evaluate(drafter, shared_weights(), [(row, (taps_of(row),))], recipe)
+        evaluation = evaluate(drafter, shared_weights(), [(row, (taps_of(row),), row.input_ids)], recipe)
         # Anchors 5 and 9 commit four each, then 13 to 18 one each.
         assert (evaluation.accepted_length, evaluation.verifications) == (14 / 8, 8)
         assert evaluation.block_prefix == pytest.approx(1 + 6 * 3 / 15)  # positions 4 to 9 of 4 to 18

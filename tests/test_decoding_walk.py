@@ -45,7 +45,7 @@ def test_evaluation_does_not_depend_on_how_many_blocks_are_scored_at_once(anchor
     evaluation = evaluate(
         small_drafter(config),
         shared_weights(),
-        [(row, (taps_of(row),))],
+        [(row, (taps_of(row),), row.input_ids)],
         recipe_of(max_anchors=anchors_at_once),
     )
     assert evaluation.documents == 3 and evaluation.verifications >= 3
@@ -54,7 +54,7 @@ def test_evaluation_does_not_depend_on_how_many_blocks_are_scored_at_once(anchor
         evaluate(
             small_drafter(config),
             shared_weights(),
-            [(row, (taps_of(row),))],
+            [(row, (taps_of(row),), row.input_ids)],
             recipe_of(max_anchors=7),
         ).held_out_loss,
         rel=1e-6,
@@ -66,7 +66,7 @@ def test_documents_without_answers_have_no_accepted_length() -> None:
     evaluation = evaluate(
         small_drafter(small_config()),
         shared_weights(),
-        [(row, (taps_of(row),))],
+        [(row, (taps_of(row),), row.input_ids)],
         recipe_of(max_anchors=4),
     )
     assert math.isnan(evaluation.accepted_length) and evaluation.verifications == 0

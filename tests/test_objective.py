@@ -94,7 +94,7 @@ def counts_of(*rights: list[list[bool]]) -> BlockCounts:
     counts = BlockCounts.zeros(4, CPU)
     for right in rights:
         hits = torch.tensor(right)
-        loss = BlockLoss(torch.tensor(2.0), torch.tensor(4.0), hits, torch.ones_like(hits))
+        loss = BlockLoss(torch.tensor(2.0), torch.tensor(4.0), hits, torch.ones_like(hits), hits.long())
         counts.add(loss, len(right))
     return counts
 
@@ -110,7 +110,7 @@ def test_metrics_are_quotients_of_sums_over_the_whole_step() -> None:
 def test_unused_blocks_are_not_counted() -> None:
     hits = torch.tensor([[True, True, True], [False, False, False]])
     counts = BlockCounts.zeros(4, CPU)
-    counts.add(BlockLoss(torch.tensor(1.0), torch.tensor(1.0), hits, hits), 1)
+    counts.add(BlockLoss(torch.tensor(1.0), torch.tensor(1.0), hits, hits, hits.long()), 1)
     assert counts.block_prefix == 4.0 and counts.anchors == 1 and counts.accuracy == 1.0
 
 

@@ -30,8 +30,8 @@ from engine.data.report import Report
 from engine.errors import InputError
 from engine.regenerate import answer_writer, check_tokenizer
 from engine.target.configuration import read_target_config
-from engine.target.generation import greedy
 from engine.target.loading import Target, load_target
+from tools.write_builtin_conversations import greedy
 
 FOLDER = resolve(TINY_HYBRID)
 END = 2

@@ -18,7 +18,6 @@ from engine.errors import EngineError, NonFinite
 from engine.planning import plan_run
 from engine.run import run
 from engine.schedule import load_schedule
-from engine.target.generation import agreement_counts
 from engine.target.loading import Target, load_target
 from engine.target_agreement import measure_agreement, report_agreement, rows_agreement
 from engine.training_parts import load_parts
@@ -50,13 +49,14 @@ def test_the_counts_are_those_of_the_whole_logits(tmp_path: Path) -> None:
     mask = torch.zeros(ids.shape, dtype=torch.bool)
     mask[0, 20:40], mask[1, :30], mask[3, 49] = True, True, True
     found = rows_agreement(target, ids, mask)
-    assert (found.agreed, found.supervised) == agreement_counts(target.model, ids, mask)
+    said = target.logits(ids).argmax(-1)[:, :-1]
+    assert found.agreed == int(((said == ids[:, 1:]) & mask[:, 1:]).sum())
     assert found.supervised == 20 + 29 + 1 and 0 < found.agreed < found.supervised
 
 
 def test_logits_are_never_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = small_target(tmp_path / "target")
-    monkeypatch.setattr("engine.target_agreement._CHUNK", 7)
+    monkeypatch.setattr("engine.target.own_tokens.PLACES_AT_ONCE", 7)
     rows: list[int] = []
     target.model.get_output_embeddings().register_forward_hook(
         lambda module, given, logits: rows.append(logits.shape[0])

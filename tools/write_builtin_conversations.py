@@ -17,14 +17,18 @@ that `engine.builtin.text.conversation` gives back the prompt's text, its kind a
 """
 
 import argparse
+import inspect
 import json
 import time
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from engine.builtin import HELD_OUT, TINY_HYBRID, TRAIN, resolve
 from engine.builtin.text import Conversation, conversation, is_set_aside
@@ -32,8 +36,8 @@ from engine.builtin.tokenizer import render_prompt
 from engine.builtin.words import ambiguous_bodies
 from engine.data.chat import load_tokenizer, tokenizer_fingerprint
 from engine.data.documents import write_documents
-from engine.target.generation import agreement_counts, greedy
 from engine.target.loading import load_target
+from engine.target_agreement import rows_agreement
 
 # Behind the text of training and that of its accuracy figures.
 FIRST_INDEX = 2_000_000
@@ -60,6 +64,46 @@ def is_held_out(answer: list[int]) -> bool:
     return zlib.crc32(np.array(answer, dtype="<i4").tobytes()) % HELD_OUT_SHARE == 0
 
 
+@torch.inference_mode()
+def greedy(
+    model: PreTrainedModel, prompts: Tensor, max_new_tokens: int, eos: int | Sequence[int]
+) -> list[list[int]]:
+    """Continue each prompt with the model's most likely token until it ends the answer itself.
+
+    By the model's own cache and prompts of equal length, so nothing is padded: padding on the left would
+    corrupt the recurrent states, and padding on the right would stand between prompt and answer.
+
+    Args:
+        model: a causal LM of transformers, in evaluation mode.
+        prompts: int64 `[rows, length]`, all of the same length, on the model's device.
+        max_new_tokens: at most this many tokens a row, the end token included.
+        eos: the id or ids that end an answer.
+
+    Returns:
+        The new ids of each row, the end token included; a row without one reached the limit.
+    """
+    # transformers renamed the argument: 5.24's models know both names and warn about the old one.
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    ends = torch.as_tensor([eos] if isinstance(eos, int) else list(eos), device=prompts.device)
+    answers: list[list[int]] = [[] for _ in range(prompts.shape[0])]
+    running = set(range(prompts.shape[0]))
+    cache, step_input = None, prompts
+    for _ in range(max_new_tokens):
+        output = model(step_input, use_cache=True, logits_to_keep=1, **{cache_name: cache})
+        cache = output[cache_name]
+        chosen = output.logits[:, -1].argmax(-1)  # [rows]
+        ended = torch.isin(chosen, ends).tolist()
+        for row, token in enumerate(chosen.tolist()):
+            if row in running:
+                answers[row].append(token)
+        running = {row for row in running if not ended[row]}
+        if not running:
+            break
+        # Ended rows ride along: taking rows out of a hybrid's cache costs more than it saves here.
+        step_input = chosen[:, None]
+    return answers
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,9 +118,10 @@ def main() -> None:
     folder = resolve(TINY_HYBRID)
     training = json.loads((folder / "training.json").read_text())
     tokenizer = load_tokenizer(folder)
-    model = load_target(
+    target = load_target(
         folder, target_layer_ids=[0], dtype=torch.float32, device=torch.device("cpu"), keep_head=True
-    ).model
+    )
+    model = target.model
     end = tokenizer.eos_token_id
     chosen = fresh_prompts(training["seed"], arguments.prompts)
     prompts = {
@@ -101,8 +146,8 @@ def main() -> None:
             ids = torch.tensor([row + [end] * (longest - len(row)) for row in rows])
             position = torch.arange(longest)
             mask = (position >= length) & (position < torch.tensor([len(row) for row in rows])[:, None])
-            counts = agreement_counts(model, ids, mask)
-            agreed, supervised = agreed + counts[0], supervised + counts[1]
+            counts = rows_agreement(target, ids, mask)
+            agreed, supervised = agreed + counts.agreed, supervised + counts.supervised
         print(f"length {length}: {len(answers)} answers in {time.monotonic() - begun:.0f} s", flush=True)
 
     right, seen = Counter[str](), Counter[str]()

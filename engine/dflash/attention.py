@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from engine.dflash.anchors import Anchors
-from engine.dflash.attention_mask import TILE, block_mask, dense_mask, visible_runs
+from engine.dflash.attention_mask import TILE, VisibleRuns, block_mask, dense_mask, visible_runs
 from engine.dflash.configuration import DrafterConfig
 from engine.dflash.packing import sent
 from engine.errors import InputError
@@ -26,6 +26,11 @@ Backend = Literal["dense", "flex"]
 
 BLOCKS_PER_PIECE = 32
 """Blocks scored together by the dense backend; their mutual scores are computed and masked."""
+
+MASKS_KEPT = 1 << 26
+"""Elements of the dense backend's masks, a byte each, that are kept for all layers of a micro-batch. Where a
+long document makes more of them, each layer makes them anew, a piece at a time, and sliding layers leave out
+what is behind their windows."""
 
 EAGER_FLEX_SCORES = 1 << 24
 """Uncompiled FlexAttention holds every score; above this many per head it is refused."""
@@ -59,8 +64,18 @@ class _Piece:
 
     queries: slice
     context: slice
-    visible: dict[str, Tensor]
-    """Per layer type, bool [1, queries, context + queries]."""
+    keys: Tensor
+    """int64 [context + queries]: their numbers in a mask."""
+
+    @property
+    def scores(self) -> int:
+        return (self.queries.stop - self.queries.start) * self.keys.numel()
+
+    def seen(self, run: VisibleRuns) -> "_Piece":
+        """The same without the keys in front of all that its queries see."""
+        first = max(self.context.start, int(run.context_begin[self.queries].min()))
+        keys = self.keys[first - self.context.start :]
+        return _Piece(self.queries, slice(first, self.context.stop), keys)
 
 
 def _prepare_dense(
@@ -85,22 +100,31 @@ def _prepare_dense(
         context = slice(begins[first], slots[last - 1]) if used else slice(0, 0)
         keys = torch.cat(
             [
-                torch.arange(context.start, context.stop),
-                torch.arange(queries.start, queries.stop) + context_length,
+                torch.arange(context.start, context.stop, device=device),
+                torch.arange(queries.start, queries.stop, device=device) + context_length,
             ]
         )
-        visible = {kind: dense_mask(run, queries, keys)[None].to(device) for kind, run in runs.items()}
-        pieces.append(_Piece(queries, context, visible))
+        pieces.append(_Piece(queries, context, keys))
         first = last
+
+    keeps = sum(piece.scores for piece in pieces) * len(runs) <= MASKS_KEPT
+    of_kind = {kind: pieces if keeps else [piece.seen(run) for piece in pieces] for kind, run in runs.items()}
+    runs = {kind: run.to(device) for kind, run in runs.items()}
+
+    def visible(piece: _Piece, kind: str) -> Tensor:  # bool [1, queries, context + queries]
+        return dense_mask(runs[kind], piece.queries, piece.keys)[None]
+
+    kept = {kind: [visible(piece, kind) for piece in pieces] for kind in runs} if keeps else None
 
     def attend(
         layer_type: str, q: Tensor, context_k: Tensor, context_v: Tensor, block_k: Tensor, block_v: Tensor
     ) -> Tensor:
         out = []
-        for piece in pieces:
+        for number, piece in enumerate(of_kind[layer_type]):
             k = torch.cat([context_k[piece.context], block_k[piece.queries]])  # [keys, kv, d]
             v = torch.cat([context_v[piece.context], block_v[piece.queries]])
-            out.append(_scaled_dot_product(q[piece.queries], k, v, piece.visible[layer_type]))
+            mask = kept[layer_type][number] if kept else visible(piece, layer_type)
+            out.append(_scaled_dot_product(q[piece.queries], k, v, mask))
         return torch.cat(out)
 
     return attend

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from engine.dflash.anchors import Anchors
 from engine.dflash.configuration import SLIDING, DrafterConfig
+from engine.dflash.packing import sent
 
 TILE = 128
 """FlexAttention's tile: this many queries by this many keys are scored or skipped together."""
@@ -31,6 +32,12 @@ class VisibleRuns:
     block_end: Tensor
     context_length: int
     """T: block keys are numbered from here."""
+
+    def to(self, device: torch.device) -> "VisibleRuns":
+        """The same on another device, by one copy."""
+        runs = [self.context_begin, self.context_end, self.block_begin, self.block_end]
+        begin, end, own_begin, own_end = sent(runs, device)
+        return VisibleRuns(begin, end, own_begin, own_end, self.context_length)
 
 
 def visible_runs(

@@ -7,6 +7,9 @@ the next anchor lies n + 1 further on. The mean of these advances is the accepte
 over all anchors would count easy stretches once per token and is another number.
 
 An answer's last verification commits no token past the answer's end, so neither does the walk.
+
+A slot is right where it has the token that the target would have said there, which is what a server
+compares with. The text's own token is another one wherever the target's was drawn at a temperature.
 """
 
 from collections.abc import Iterable
@@ -54,7 +57,7 @@ class Evaluation:
     """A drafter on held-out answers."""
 
     held_out_loss: float
-    """Σ w·CE / Σ w over every valid anchor, nats."""
+    """Σ w·CE / Σ w over every valid anchor against the documents' own tokens, nats."""
     accepted_length: float
     """Mean tokens per verification; NaN where no answer has two tokens."""
     accuracy: float
@@ -72,7 +75,7 @@ class Walked:
     """Answers that were scored and walked; figures of several batches can be added up from these."""
 
     counts: BlockCounts
-    """Over every valid anchor."""
+    """Over every valid anchor: losses against the documents' own tokens, hits of what counts as right."""
     advances: list[int]
     """Tokens committed by each verification, in order."""
     drafted: list[int]
@@ -83,6 +86,17 @@ class Walked:
     def accepted_length(self) -> float:
         """Mean tokens per verification; NaN where no answer has two tokens."""
         return sum(self.advances) / len(self.advances) if self.advances else float("nan")
+
+
+def tokens_by_slot(row: PackedRow, tokens: Tensor) -> Tensor:
+    """Tokens of the padded rows [rows, length], on any device, at the slots of their packed row.
+
+    Returns:
+        int64 [T] on the CPU; 0 in the tail.
+    """
+    by_slot = torch.zeros_like(row.input_ids)
+    by_slot[: row.tokens] = tokens.cpu().flatten()[row.source]
+    return by_slot
 
 
 @torch.no_grad()
@@ -96,7 +110,8 @@ def walk_answers(
 
     Args:
         batches: packed rows with their packed taps on the drafter's device, and the token that counts as
-            right at each slot, int64 [T] on the CPU: the row's own, or what the target would have said.
+            right at each slot, int64 [T] on the CPU: what the target would have said or, where that is not
+            known, the row's own. The loss is against the row's own tokens in any case, as in training.
         recipe: without noise, whatever it says; the blocks of a row are scored `max_anchors` at a time.
     """
     config = drafter.config
@@ -113,22 +128,23 @@ def walk_answers(
             if not slots.numel():  # a row without an answer
                 continue
             anchors = anchors_at(row, slots, recipe.max_anchors)
-            hidden, _ = drafter_blocks(drafter, shared, context, row, anchors, recipe)
-            blocks = blocks_at(
-                wanted, anchors, block_size=config.block_size, mask_token_id=config.mask_token_id
-            )
+            hidden, blocks = drafter_blocks(drafter, shared, context, row, anchors, recipe)
             loss = block_loss(
                 hidden,
                 shared.lm_head,
-                blocks.labels.to(hidden.device),
-                blocks.supervised.to(hidden.device),
+                blocks.labels,
+                blocks.supervised,
                 weights=recipe.weights,
                 chunk=recipe.chunk,
                 used=anchors.used,
                 softmax=drafter.softmax,
             )
-            counts.add(loss, anchors.used)
-            prefixes = leading_right(loss.right[: anchors.used]).tolist()
+            own = blocks_at(
+                wanted, anchors, block_size=config.block_size, mask_token_id=config.mask_token_id
+            ).labels
+            hits = (loss.predicted == own.to(hidden.device)) & blocks.supervised
+            counts.add(attrs.evolve(loss, right=hits), anchors.used)
+            prefixes = leading_right(hits[: anchors.used]).tolist()
             leading.update(zip(slots.tolist(), prefixes, strict=True))
         for anchor, last in answer_spans(row):
             for advance in walk(leading, anchor, last):
@@ -141,11 +157,11 @@ def walk_answers(
 def evaluate(
     drafter: Drafter,
     shared: SharedWeights,
-    batches: Iterable[tuple[PackedRow, Packed]],
+    batches: Iterable[tuple[PackedRow, Packed, Tensor]],
     recipe: Recipe,
 ) -> Evaluation:
-    """The figures of `walk_answers` where the documents' own tokens are right, as they are in training."""
-    walked = walk_answers(drafter, shared, ((row, packed, row.input_ids) for row, packed in batches), recipe)
+    """The figures of `walk_answers`, as a run reports them; arguments as there."""
+    walked = walk_answers(drafter, shared, batches, recipe)
     return Evaluation(
         held_out_loss=walked.counts.loss,
         accepted_length=walked.accepted_length,

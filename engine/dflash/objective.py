@@ -149,6 +149,8 @@ class BlockLoss:
     """bool [N, B-1]: a supervised slot whose argmax is its label."""
     supervised: Tensor
     """bool [N, B-1]."""
+    predicted: Tensor
+    """int64 [N, B-1]: the drafter's most likely tokens."""
 
 
 def block_loss(
@@ -178,8 +180,9 @@ def block_loss(
     )
     cross_entropy = cross_entropy.view(blocks, slots)
     w = weights(cross_entropy.detach(), supervised)
-    right = (predicted.view(blocks, slots) == labels) & supervised
-    return BlockLoss((w * cross_entropy).sum(), w.sum(), right, supervised)
+    predicted = predicted.view(blocks, slots)
+    right = (predicted == labels) & supervised
+    return BlockLoss((w * cross_entropy).sum(), w.sum(), right, supervised, predicted)
 
 
 @attrs.define

@@ -13,6 +13,7 @@ own, so lanes that share one target on a device never see each other's states.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -99,6 +100,39 @@ def truncated_view(base: nn.Module, config: Any, layers: int, kept: int) -> nn.M
     whole: Any = base.config
     config._attn_implementation = whole._attn_implementation
     drop_final_norm(view)
+    return view
+
+
+def resumed_view(base: nn.Module, layers: int, first: int, states: Tensor) -> nn.Module:
+    """The last layers of a base model with its final norm, going on from given states.
+
+    Each layer has to read what the one before it gave, and nothing else of earlier layers.
+
+    Args:
+        base: the whole base model, of `layers` decoder layers; not changed.
+        first: the layer to go on with.
+        states: [rows, length, H], the output of layer `first - 1`.
+
+    Returns:
+        A module to be called like `base`, with the ids that the states are of: they say how long it is.
+    """
+    name, modules = decoder_layers(base, layers)
+    resumed = copy.copy(modules[first])
+    # Hooks of its own: the layer that other threads run stays as it is.
+    resumed._forward_pre_hooks = OrderedDict()
+    resumed._forward_pre_hooks_with_kwargs = OrderedDict()
+    resumed.register_forward_pre_hook(lambda module, given: (states, *given[1:]))
+    view = copy.copy(base)
+    view.__dict__["_modules"] = dict(base._modules)
+    setattr(view, name, nn.ModuleList([resumed, *list(modules)[first + 1 :]]))
+    whole: Any = base.config
+    settings = whole.to_dict() | {"num_hidden_layers": layers - first}
+    for key, value in whole.to_dict().items():
+        if key.endswith(("layer_types", "_layers")) and isinstance(value, list) and len(value) == layers:
+            settings[key] = value[first:]
+    config = type(whole).from_dict(settings)
+    config._attn_implementation = whole._attn_implementation
+    view.config = config
     return view
 
 

@@ -1,0 +1,90 @@
+"""A plugin that changes the target's numbers in training is told wherever the plain target is measured."""
+
+from pathlib import Path
+
+import orjson
+import pytest
+from served_runs import served_project
+from test_commands import engine
+
+from engine.export import export
+from engine.plugin_host import changes_numbers, host_of, load_plugins
+from engine.plugin_loading import load_plugin
+from engine.run import run
+from engine.schedule import Plugin, load_schedule
+from engine.served_pair import target_changed_by
+from tools.quality_curve import evaluations
+
+SAID = "the schedule's plugins.fp8_target changes the target's numbers in training"
+EIGHT_BITS = """
+[[plugin]]
+use = "plugins.fused_target"
+on = "all"
+[[plugin]]
+use = "plugins.fp8_target"
+on = "all"
+"""
+WRAPPER = """
+import attrs
+from engine.hookspecs import hookimpl
+{line}
+@attrs.frozen
+class Options: pass
+class Wrapper:
+    @hookimpl
+    def wrap_target(self, target): return None
+def make(options): return Wrapper()
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("changed")
+    project = served_project(root)
+    project.write_text(project.read_text() + EIGHT_BITS)
+    schedule = load_schedule(project, ["run.steps=4", "run.eval_every=4", "train.lr=2e-2"])
+    return run(schedule, output=root / "run").folder.path
+
+
+def test_a_plugin_changes_numbers_unless_its_module_says_that_it_keeps_them(tmp_path: Path) -> None:
+    for line, changes in (("", True), ("KEEPS_NUMBERS = False", True), ("KEEPS_NUMBERS = True", False)):
+        path = tmp_path / f"wrapper{len(line)}.py"
+        path.write_text(WRAPPER.format(line=line))
+        plugin = load_plugin(str(path), {}, "schedule")
+        assert changes_numbers(plugin) == changes
+        assert target_changed_by(host_of([plugin])) == ((str(path),) if changes else ())
+    kept = ["plugins.fused_target", "plugins.graph_target", "plugins.lazy_compile", "plugins.muon"]
+    assert target_changed_by(load_plugins([Plugin(use=use) for use in kept])) == ()
+
+
+def test_evaluate_says_and_writes_it(capsys, monkeypatch, trained: Path, tmp_path: Path) -> None:
+    code, output = engine(
+        capsys, monkeypatch, "evaluate", trained, "--device", "cpu", "--prompts", 3, "--max-new-tokens", 4,
+        "--json", tmp_path / "f.json",
+    )  # fmt: skip
+    assert code == 0 and SAID in " ".join(output.split()), output
+    assert orjson.loads((tmp_path / "f.json").read_bytes())["target_changed_by"] == ["plugins.fp8_target"]
+    assert len(evaluations(trained)) == 2  # through the 8-bit walk, its own tokens included
+
+
+def test_generate_says_it(capsys, monkeypatch, trained: Path) -> None:
+    code, output = engine(
+        capsys,
+        monkeypatch,
+        "generate",
+        trained,
+        "--device",
+        "cpu",
+        "--prompt",
+        "w5 w6",
+        "--max-new-tokens",
+        4,
+    )
+    assert code == 0 and SAID in " ".join(output.split()), output
+
+
+def test_the_card_says_it_under_serving(trained: Path, tmp_path: Path) -> None:
+    export(trained, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    serving = card[card.index("## Serving") : card.index("## Training")]
+    assert "In training plugins.fp8_target changed the target's numbers" in serving
