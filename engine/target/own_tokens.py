@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError, NonFinite
+from engine.target.decoding_kernels import any_shape
 from engine.target.fused_layers import why_not
 from engine.target.loading import Target
 from engine.target.truncation import capturing_taps, resumed_view
@@ -68,7 +69,8 @@ def _last_states(target: Target, input_ids: Tensor) -> tuple[Tensor, list[Tensor
         if why_not(target.model) is None:  # an architecture whose layers read the one before and nothing else
             first = target.target_layer_ids[-1] + 1
             base = resumed_view(base, target.model.config.num_hidden_layers, first, taps[-1])
-        return base(input_ids=input_ids, use_cache=False).last_hidden_state, taps
+        with any_shape(target.model, target.device):  # the warm-up tuned the walk's kernels, not the module's
+            return base(input_ids=input_ids, use_cache=False).last_hidden_state, taps
     with capturing_taps(len(target.target_layer_ids)) as captured:
         hidden: Tensor = base(input_ids=input_ids, use_cache=False).last_hidden_state
     return hidden, captured
