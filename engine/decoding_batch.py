@@ -42,6 +42,7 @@ def rows_together(
     if target.device.type != "cuda":
         return TOGETHER_ON_CPU
     weight = row_weight(target, prompt, length, drafter)
+    torch.cuda.empty_cache()  # what earlier work and that prompt left is free, and must be seen to be
     free, _ = torch.cuda.mem_get_info(target.device)
     return rows_with_room(int(free), weight)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from engine.data.batches import BatchPlan
 from engine.data.documents import Documents
 from engine.decoding_batch import rows_together
+from engine.dflash.attention import flex_compiles
 from engine.dflash.decoding import tokens_by_slot, walk_answers
 from engine.dflash.objective import decay_weights
 from engine.dflash.packing import PackedRow, pack_row
@@ -201,7 +202,7 @@ def _recipe(pair: ServedPair, section: Data, longest: int) -> Recipe:
         train = schedule.train
         weights = host.choose_named("make_objective", "train.objective", train.objective, train=train)
     asked = schedule.drafter.attention if schedule is not None else "auto"
-    flex = pair.target.device.type == "cuda" and takes_flex(asked, longest)
+    flex = flex_compiles(pair.target.device) and takes_flex(asked, longest)
     return Recipe(
         features=host.choose("make_feature_path", config=config),
         weights=weights,

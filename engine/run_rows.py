@@ -91,7 +91,9 @@ def _copy_head(path: Path, to: BinaryIO, size: int) -> None:
 
 
 def _stays(path: Path, number: int, line: bytes, step: int) -> bool:
-    if not line.endswith(b"\n") or not line.strip():  # only a last line can be without its end
+    if not line.endswith(b"\n") or not line.strip(
+        b"\0 \t\r\n"
+    ):  # a power cut leaves zeros; only a last line can be without its end
         return False
     try:
         return int(orjson.loads(line)["step"]) <= step

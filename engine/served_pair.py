@@ -173,19 +173,19 @@ def load_pair(
 
 
 def target_changed_by(host: PluginHost) -> tuple[str, ...]:
-    """The schedule's plugins that change the target's numbers in training, and with them the taps."""
+    """Plugins that may change the target's numbers in training, and with them the taps."""
     return tuple(
         plugin.name
         for plugin in host.answering("wrap_target")
-        if plugin.origin == "schedule" and changes_numbers(plugin)
+        if plugin.origin != "default" and changes_numbers(plugin)
     )
 
 
 def of_plain_target(changed_by: Sequence[str]) -> str:
     """What is to be said of figures beside a drafter that was trained on a changed target."""
     return (
-        f"the schedule's {' and '.join(changed_by)} changes the target's numbers in training, and so in "
-        "metrics.jsonl; figures here are of the plain target"
+        f"{' and '.join(changed_by)} may change the target's numbers in training, and so in metrics.jsonl; "
+        "figures here are of the plain target"
     )
 
 

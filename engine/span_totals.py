@@ -103,10 +103,12 @@ class StageTotals:
         self.times += np.bincount(np.minimum(widths.astype(np.int64), BINS - 1), minlength=BINS)
 
     def percentile_ms(self, percent: float) -> float:
-        """To within half a bin."""
+        """Between the two spans beside that rank, each to within half a bin."""
         rank = percent / 100 * (self.count - 1)
-        at = int(np.searchsorted(np.cumsum(self.times), rank, side="right"))
-        return 1e3 * SHORTEST_S * RATIO ** (at + 0.5)
+        beside = np.array([np.floor(rank), np.ceil(rank)])
+        bins = np.searchsorted(np.cumsum(self.times), beside, side="right")
+        low, high = 1e3 * SHORTEST_S * RATIO ** (bins + 0.5)
+        return float(low + (rank - beside[0]) * (high - low))
 
     def row(self, stage: str, lane: str, part_of: str | None, wall: float) -> StageTime:
         """As `summarise` has it."""

@@ -39,6 +39,9 @@ NORM = re.compile(r"(\w*norm\w*|ln_f)\.weight")
 ROUNDING = 2.0**-7
 """Largest difference, of a number's size, between two copies of it that were rounded to 16 bits or not."""
 
+SMALLEST_HALF = 2.0**-24
+"""float16 rounds numbers below 6e-5 to multiples of this."""
+
 ROWS = 4096
 """Of a vocabulary's matrix, compared at a time."""
 
@@ -106,7 +109,10 @@ def final_norm(folder: Path) -> Tensor | None:
 
 
 def _same(stored: Tensor, own: Tensor) -> bool:
+    import torch
+
+    tiny = SMALLEST_HALF if torch.float16 in (stored.dtype, own.dtype) else 0.0
     return stored.shape == own.shape and all(
-        bool(((a.to(b.device).float() - b.float()).abs() <= ROUNDING * b.float().abs()).all())
+        bool(((a.to(b.device).float() - b.float()).abs() <= ROUNDING * b.float().abs() + tiny).all())
         for a, b in zip(stored.split(ROWS), own.split(ROWS), strict=True)
     )

@@ -39,8 +39,8 @@ class Options:
     shapes: Annotated[int, Bounds(at_least=1)] = 32
     """Most shapes, (rows, length); a run prints how many it has."""
     memory_gb: Annotated[float, Bounds(above=0)] | None = None
-    """Most memory of a lane's graphs, 10^9 bytes; left out: as much as they need, which is about what one
-    forward of the largest shape holds."""
+    """No more is recorded once a lane's graphs take so many 10^9 bytes; left out: as much as they need, which
+    is about what one forward of the largest shape holds, and the first one recorded."""
 
 
 @attrs.define(eq=False)
@@ -142,9 +142,8 @@ class GraphTarget:
     def wrap_target_memory(self, memory: TargetMemory, device: torch.device) -> TargetMemory | None:
         if device.type != "cuda":
             return None
-        most = self.options.memory_gb
-        recorded = memory.forward if most is None else min(memory.forward, int(most * 1e9))
-        return attrs.evolve(memory, recorded=memory.recorded + recorded)
+        # The largest shape comes first and later ones share its memory, so a bound cuts off none of it.
+        return attrs.evolve(memory, recorded=memory.recorded + memory.forward)
 
 
 def make(options: Options) -> GraphTarget:

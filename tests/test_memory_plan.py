@@ -168,17 +168,13 @@ def test_a_target_in_8_bits_is_planned_as_loaded_and_as_it_is_used(
     assert quantised.total("cuda:1") == plain.total("cuda:1")
 
 
-def test_recordings_of_the_target_s_forward_are_planned_up_to_their_bound(
+def test_each_target_lane_s_recordings_are_planned_as_a_forward_more(
     large: tuple[Schedule, TargetSummary],
 ) -> None:
     schedule, summary = large
     apart: dict[str, Any] = dict(targets=("cuda:0",) * 2, drafters=("cuda:1",), shapes=LARGE_SHAPES)
-    recorded = with_plugins(schedule, False, "graph_target")
-    plan = planned(recorded, summary, **apart)
-    assert size(plan, "cuda:0", "recordings") == size(plan, "cuda:0", "target forward")
-    bounded = attrs.evolve(recorded.plugin[0], options={"memory_gb": 0.25})
-    plan = planned(attrs.evolve(recorded, plugin=(bounded,)), summary, **apart)
-    assert size(plan, "cuda:0", "recordings") == 2 * 250_000_000
+    plan = planned(with_plugins(schedule, False, "graph_target"), summary, **apart)
+    assert size(plan, "cuda:0", "recordings") == size(plan, "cuda:0", "target forward") > 0
 
 
 def test_lanes_of_one_device_are_added_up_and_shared_weights_counted_once(

@@ -21,6 +21,7 @@ from engine.export_speculators import Verifier, write_speculators
 from engine.planning import plan_run
 from engine.schedule import load_schedule
 from engine.target.loading import load_target
+from engine.target_copies import compare_copy
 from engine.warm_start import RENAMED, check_warm_start, read_earlier, warm_start
 
 FULL_ONLY = small_config(layer_types=(FULL, FULL))
@@ -311,6 +312,19 @@ def test_an_embedding_that_is_not_the_targets_stops_it(tmp_path: Path) -> None:
     smaller = SharedWeights(SHARED.embed_tokens[:50], SHARED.lm_head)
     with pytest.raises(CheckpointError, match="is not the target's"):
         warm_start(drafter, tmp_path, smaller)
+
+
+def test_a_copy_in_float16_is_the_targets_however_small_its_numbers_are() -> None:
+    own = torch.randn(5_000, 8, generator=torch.Generator().manual_seed(0)) * 0.02
+    own[4_500, 3] = 2e-6  # below what float16 holds in full
+    shared = SharedWeights(own, own)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        told = compare_copy("lm_head.weight", own.to(dtype), shared, None, Path("drafter"))
+        assert told == "the target's own, and equal to it"
+        other = own.to(dtype, copy=True)
+        other[4_999, 7] += 0.01  # the last of more rows than are compared at a time
+        with pytest.raises(CheckpointError, match="is not the target's"):
+            compare_copy("lm_head.weight", other, shared, None, Path("drafter"))
 
 
 def speculators_with_copies(folder: Path, final_norm: torch.Tensor) -> None:

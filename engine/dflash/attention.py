@@ -193,8 +193,7 @@ def flex_on(device: torch.device, queries: int, context_length: int) -> Callable
     Raises:
         InputError: the uncompiled form would hold more than `EAGER_FLEX_SCORES` scores per head.
     """
-    off = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-    if device.type == "cuda" and not off:
+    if flex_compiles(device):
         return _compiled_flex()
     scores = queries * (context_length + queries)
     if scores > EAGER_FLEX_SCORES:
@@ -203,6 +202,12 @@ def flex_on(device: torch.device, queries: int, context_length: int) -> Callable
             f'(at most {EAGER_FLEX_SCORES:,} are allowed); use attention = "dense" there'
         )
     return flex_attention
+
+
+def flex_compiles(device: torch.device) -> bool:
+    """Whether FlexAttention runs compiled there, as anything large has to."""
+    off = torch._dynamo.config.disable or os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    return device.type == "cuda" and not off
 
 
 def _not_compiled(device: torch.device) -> str:
