@@ -91,9 +91,8 @@ def _copy_head(path: Path, to: BinaryIO, size: int) -> None:
 
 
 def _stays(path: Path, number: int, line: bytes, step: int) -> bool:
-    if not line.endswith(b"\n") or not line.strip(
-        b"\0 \t\r\n"
-    ):  # a power cut leaves zeros; only a last line can be without its end
+    # Only a last line can be without its end; a power cut leaves zeros.
+    if not line.endswith(b"\n") or not line.strip(b"\0 \t\r\n"):
         return False
     try:
         return int(orjson.loads(line)["step"]) <= step

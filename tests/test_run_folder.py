@@ -323,6 +323,14 @@ def test_rows_after_the_checkpoint_and_a_torn_last_line_are_cut(tmp_path: Path) 
     assert RunFolder(tmp_path / "new").cut_metrics_after(0) == 0
 
 
+def test_zeros_that_a_power_cut_left_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'{"step":1}\n' + bytes(300) + b"\n" + b'{"step":2}\n' + bytes(9)
+    )
+    assert RunFolder(tmp_path).cut_metrics_after(5) == 2
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step":1}\n{"step":2}\n'
+
+
 def test_a_damaged_row_is_named_and_nothing_is_cut(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     content = b'{"step": 1}\n{"step": \n{"step": 3}\n'
