@@ -215,3 +215,24 @@ def test_parts_of_other_settings_are_refused(tmp_path: Path, part: Part | None) 
     with pytest.raises(DataError, match="names other settings than its name"), other:
         pass
     assert other.path.exists()
+
+
+@pytest.mark.parametrize("part", [None, Part(1, 2)], ids=str)
+def test_a_file_with_answers_that_were_not_asked_for_is_kept_and_named(
+    tmp_path: Path, part: Part | None
+) -> None:
+    left = AnswerFile(tmp_path / "out", {}, lambda line: None, part)
+    with pytest.raises(RuntimeError), left:
+        left.add([[1], [2], [3]], [[11, END], [12, END], [13, END]])
+        raise RuntimeError
+    says: list[str] = []
+    with AnswerFile(tmp_path / "out", {}, says.append) as whole:
+        assert whole.get([1]) == [11, END]
+        whole.add([[4]], [[14, END]])
+    count = "2 of 4 answers" if part is None else "2 of 3 answers"
+    assert says[-1].startswith(f"{count} in {left.path} were not asked for by this input")
+    assert list(tmp_path.iterdir()) == [left.path]
+    with AnswerFile(tmp_path / "out", {}, says.append) as whole:
+        assert [whole.get([number]) for number in (1, 2, 3)] == [[11, END], [12, END], [13, END]]
+        assert whole.get([4]) == (None if part else [14, END])
+    assert not list(tmp_path.iterdir())

@@ -124,6 +124,22 @@ def test_a_killed_part_goes_on_and_a_missing_one_is_answered_at_the_end(tmp_path
     assert content(folder) == content(tmp_path / "whole")
 
 
+def test_documents_of_fewer_rows_leave_the_answers_of_the_others(tmp_path: Path) -> None:
+    rows = questions(30)
+    write(tmp_path, rows)
+    parts = [answer(tmp_path, scripted(echo), Part(number, 2))[0].answers for number in (1, 2)]
+    assert sum(parts) == 40
+    _, printed = run(tmp_path, rows[:3], scripted(echo))
+    kept = sorted(path.name for path in tmp_path.glob(".out.answers-*"))
+    assert len(kept) == 2 and printed.count("were not asked for by this input") == 2
+
+    def never(prompts: list[list[int]], most: int) -> list[list[int]]:
+        raise AssertionError(f"{len(prompts)} prompts that no part answered")
+
+    run(tmp_path, rows, scripted(echo, decode=never), overwrite=True)
+    assert content(tmp_path)[1]["answers"] == 40 and not list(tmp_path.glob(".out.answers-*"))
+
+
 def test_begun_with_4_together_and_resumed_with_7_the_documents_are_the_same(tmp_path: Path) -> None:
     rows = questions(9)
     run(tmp_path / "whole", rows, of_target(temperature=1.0, most=16))

@@ -7,8 +7,8 @@ an answer depends on besides its prompt, so answers of two targets or temperatur
 line holds the same in words, so that an attempt with other settings can say which those were.
 
 Parts of the prompts (`asked_rows.Part`) have a file each, so that processes can write them at once, and
-so does what is answered without a part. That one takes the parts' answers besides its own, and they go
-with it when they are in the documents.
+so does what is answered without a part. That one takes the parts' answers besides its own, and a file goes
+when the documents hold all of its answers: one that has others too, of rows that the input lacks, stays.
 """
 
 import contextlib
@@ -63,6 +63,7 @@ class AnswerFile:
         self._file: FileIO | None = None
         self._others: list[tuple[FileIO, dict[int, tuple[int, int]]]] = []  # open files with their places
         self._parts: list[AnswerFile] = []  # taken in, and held
+        self._asked: set[int] = set()  # prompts whose answers were given out or written here
 
     def __enter__(self) -> Self:
         self._refuse_other_parts()
@@ -164,16 +165,16 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep the answers after a failure, and a part's; else the documents hold them, and the files go."""
+        """Keep the answers after a failure, and a part's; else those go that the documents hold."""
         if kind is None and self._part is None:
-            for part in self._parts:
-                part.path.unlink(missing_ok=True)
-        if kind is None and self._part is not None:
+            for file in (self, *self._parts):
+                self._remove_where_asked(file)
+        elif kind is None:
             self._say(
                 f"part {self._part}: {counted(len(self._places), 'answer')} in {self.path}; after all parts, "
                 "the same command without --part makes the documents"
             )
-        elif kind is None or not self._places:
+        elif not self._places:
             self.path.unlink(missing_ok=True)
         else:
             self._say(
@@ -181,6 +182,17 @@ class AnswerFile:
                 "there"
             )
         self._opened.close()
+
+    def _remove_where_asked(self, file: "AnswerFile") -> None:
+        """Remove a file, unless it answers what this input did not ask: that stands nowhere else."""
+        if file._places.keys() <= self._asked:
+            file.path.unlink(missing_ok=True)
+            return
+        other = sum(prompt not in self._asked for prompt in file._places)
+        self._say(
+            f"{other:,} of {counted(len(file._places), 'answer')} in {file.path} were not asked for by this "
+            "input; the file is kept for the one that asks for them: delete it if there is none"
+        )
 
     def __len__(self) -> int:
         return len(self._places) + sum(len(places) for _, places in self._others)
@@ -197,6 +209,7 @@ class AnswerFile:
         key = _key(prompt)
         for file, places in ((self._file, self._places), *self._others):
             if (place := places.get(key)) is not None:
+                self._asked.add(key)
                 answer: list[int] = orjson.loads(os.pread(file.fileno(), place[1], place[0]))[1]
                 return answer
         return None
@@ -224,6 +237,7 @@ class AnswerFile:
             self._file.truncate(size)
             raise DiskError(f"{self.path}: cannot be written ({error}); make room and try again") from error
         self._places.update(places)
+        self._asked.update(places)
 
     def _locked(self) -> FileIO | None:
         """The file, for this process alone; None where its last owner removed it before it was locked.
