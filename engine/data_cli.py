@@ -51,7 +51,9 @@ def prepare(
     part: Annotated[
         str | None,
         typer.Option(
-            metavar="I/N", help="with --answers target: only answer the I-th of N parts of the rows"
+            metavar="I/N",
+            help="with --answers target: only answer the I-th of N parts of the rows; no documents are made, "
+            "so --held-out and --show wait for the command without it",
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="of the draws; 0")] = None,
@@ -100,6 +102,7 @@ def prepare(
                 output,
                 share,
                 max_length=max_length,
+                held_out=held_out,
                 max_bad=max_bad,
                 template_options=template_options,
                 answer_writer=writer,

@@ -215,3 +215,64 @@ def test_parts_of_other_settings_are_refused(tmp_path: Path, part: Part | None) 
     with pytest.raises(DataError, match="names other settings than its name"), other:
         pass
     assert other.path.exists()
+
+
+@pytest.mark.parametrize("part", [None, Part(1, 2)], ids=str)
+def test_a_file_with_answers_that_were_not_asked_for_is_kept_and_named(
+    tmp_path: Path, part: Part | None
+) -> None:
+    left = AnswerFile(tmp_path / "out", {}, lambda line: None, part)
+    with pytest.raises(RuntimeError), left:
+        left.add([[1], [2], [3]], [[11, END], [12, END], [13, END]])
+        raise RuntimeError
+    says: list[str] = []
+    with AnswerFile(tmp_path / "out", {}, says.append) as whole:
+        assert whole.get([1]) == [11, END]
+        whole.add([[4]], [[14, END]])
+    count = "2 of 4 answers" if part is None else "2 of 3 answers"
+    assert says[-1].startswith(f"{count} in {left.path} were not asked for by this input")
+    assert list(tmp_path.iterdir()) == [left.path]
+    with AnswerFile(tmp_path / "out", {}, says.append) as whole:
+        assert [whole.get([number]) for number in (1, 2, 3)] == [[11, END], [12, END], [13, END]]
+        assert whole.get([4]) == (None if part else [14, END])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_part_reads_whole_batches_of_other_parts_while_they_are_written(tmp_path: Path) -> None:
+    half, other, quarter = (
+        AnswerFile(tmp_path / "out", {}, lambda line: None, part)
+        for part in (Part(1, 2), Part(2, 2), Part(3, 4))
+    )
+    with half, other:
+        half.add([[1], [2], [3]], [[11, END], [12, END], [13, END]])
+        other.add([[4]], [[14, END]])
+        with half.path.open("ab") as torn:
+            torn.write(b"[5,[6,2]]\n[7,[8")
+        size = half.path.stat().st_size
+        with quarter:
+            assert quarter.get([1]) == [11, END] and (len(quarter), quarter.usable) == (3, 2)
+            assert quarter.get([4]) is None  # no row falls to both
+            quarter.add([[9]], [[19, END]])
+        assert half.path.stat().st_size == size
+
+
+def test_parts_without_a_file_are_told_only_when_an_answer_is_missing(tmp_path: Path) -> None:
+    def left(part: Part) -> None:
+        with AnswerFile(tmp_path / "out", {}, lambda line: None, part) as file:
+            file.add([[part.of, part.number]], [[9, END]])
+
+    def told() -> str:
+        says: list[str] = []
+        with pytest.raises(RuntimeError), AnswerFile(tmp_path / "out", {}, says.append) as whole:
+            assert whole.get([2, 1]) == [9, END]
+            assert not any("left no file" in line for line in says)
+            assert whole.get([0]) is None and whole.get([0, 0]) is None
+            raise RuntimeError
+        return " ".join(says)
+
+    left(Part(1, 2))
+    left(Part(2, 3))
+    assert told().count("of 2 parts, 2; of 3 parts, 1, 3 left no file") == 1
+    left(Part(1, 3))
+    left(Part(3, 3))
+    assert "left no file" not in told()

@@ -7,8 +7,8 @@ an answer depends on besides its prompt, so answers of two targets or temperatur
 line holds the same in words, so that an attempt with other settings can say which those were.
 
 Parts of the prompts (`asked_rows.Part`) have a file each, so that processes can write them at once, and
-so does what is answered without a part. That one takes the parts' answers besides its own, and they go
-with it when they are in the documents.
+so does what is answered without a part. Each reads those of the others that answer some of its rows: with
+another number of parts, nothing is answered twice. A file goes when all its answers are in the documents.
 """
 
 import contextlib
@@ -56,13 +56,15 @@ class AnswerFile:
         self._beginning = f".{output.name}.answers-"
         self._whole = output.with_name(f"{self._beginning}{key:016x}.jsonl")
         self._part = part
-        of_part = f".part-{part.number}-of-{part.of}.jsonl" if part else ".jsonl"
-        self.path = self._whole.with_suffix(of_part)
+        self.path = self._path(part)
         self._output, self._settings, self._say = output, dict(settings), say
         self._places: dict[int, tuple[int, int]] = {}  # prompt → offset and bytes of its line
         self._file: FileIO | None = None
         self._others: list[tuple[FileIO, dict[int, tuple[int, int]]]] = []  # open files with their places
         self._parts: list[AnswerFile] = []  # taken in, and held
+        self._expected = 0  # of the others' answers, those that are likely to be of this part
+        self._asked: set[int] = set()  # prompts whose answers were given out or written here
+        self._told_missing = False
 
     def __enter__(self) -> Self:
         self._refuse_other_parts()
@@ -72,13 +74,14 @@ class AnswerFile:
                 self._say(f"{counted(len(self._places), 'answer')} of an earlier attempt, from {self.path}")
             if self._part is None:
                 self._take_parts(opened)
-            elif self._whole.exists():  # answered before somebody thought of parts; its owner may go on
-                with contextlib.suppress(FileNotFoundError):
-                    whole = opened.enter_context(FileIO(str(self._whole)))
-                    self._others.append((whole, _whole_batches(self._whole, self._settings)[0]))
+            else:
+                self._look_into_others(opened, self._part)
             self._tell_others()
             self._opened = opened.pop_all()
         return self
+
+    def _path(self, part: Part | None) -> Path:
+        return self._whole.with_suffix(f".part-{part.number}-of-{part.of}.jsonl" if part else ".jsonl")
 
     def _open(self) -> FileIO:
         """Lock the file, take in what is whole and drop the rest."""
@@ -99,21 +102,42 @@ class AnswerFile:
 
     def _take_parts(self, opened: contextlib.ExitStack) -> None:
         """Open the files of all parts; one that is being written is refused: two would do its work."""
-        mine = [path for path in self._beside() if path.name.startswith(self._whole.stem)]
-        found = [part for path in mine if (part := _part(path)) is not None]
-        for part in sorted(found, key=lambda part: (part.of, part.number)):
+        for part in self._parts_beside():
             other = AnswerFile(self._output, self._settings, self._say, part)
             file = opened.enter_context(other._open())
             self._parts.append(other)
             self._others.append((file, other._places))
             self._say(f"part {part} gave {counted(len(other._places), 'answer')}, from {other.path}")
-        for of in sorted({part.of for part in found}):
-            missing = [str(n) for n in range(1, of + 1) if Part(n, of) not in found]
-            if missing:
-                self._say(
-                    f"of {of} parts, {', '.join(missing)} left no file: what is missing is answered now; a "
-                    "part's own command would be quicker, with full batches"
-                )
+
+    def _look_into_others(self, opened: contextlib.ExitStack, part: Part) -> None:
+        """Open what else may answer rows of a part: without a lock, since the owners may go on writing."""
+        for other in (None, *self._parts_beside()):
+            if not (share := part.share_of(other)):
+                continue
+            with contextlib.suppress(FileNotFoundError):  # none, or its answers became documents by now
+                path = self._path(other)
+                file = opened.enter_context(FileIO(str(path)))
+                self._others.append((file, places := _whole_batches(path, self._settings)[0]))
+                self._expected += round(len(places) * share)
+                self._say(f"{counted(len(places), 'answer')} to be used where they fit, from {path}")
+
+    def _parts_beside(self) -> list[Part]:
+        """The parts that left a file with these settings, this one not."""
+        mine = (path for path in self._beside() if path.name.startswith(self._whole.stem))
+        found = (part for path in mine if (part := _part(path)) is not None and part != self._part)
+        return sorted(found, key=lambda part: (part.of, part.number))
+
+    def _tell_missing_parts(self) -> None:
+        """Which parts would have had the answer that is missing; none where a number of parts is complete."""
+        found = [file._part for file in self._parts]
+        numbers = sorted({part.of for part in found if part is not None})
+        missing = [[str(n) for n in range(1, of + 1) if Part(n, of) not in found] for of in numbers]
+        if missing and all(missing):
+            named = (f"of {of} parts, {', '.join(those)}" for of, those in zip(numbers, missing, strict=True))
+            self._say(
+                f"{'; '.join(named)} left no file: what is missing is answered now; a part's own command "
+                "would be quicker, with full batches"
+            )
 
     def _beside(self) -> list[Path]:
         """Files of answers for the same output, of whatever settings."""
@@ -164,16 +188,18 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep the answers after a failure, and a part's; else the documents hold them, and the files go."""
+        """Keep the answers after a failure, and a part's; else those go that the documents hold."""
         if kind is None and self._part is None:
-            for part in self._parts:
-                part.path.unlink(missing_ok=True)
-        if kind is None and self._part is not None:
+            for file in (self, *self._parts):
+                self._remove_where_asked(file)
+        elif kind is None:
+            others = len(self._asked - self._places.keys())
+            beside = f", {others:,} in other files" if others else ""
             self._say(
-                f"part {self._part}: {counted(len(self._places), 'answer')} in {self.path}; after all parts, "
-                "the same command without --part makes the documents"
+                f"part {self._part}: {counted(len(self._places), 'answer')} in {self.path}{beside}; "
+                "after all parts, the same command without --part makes the documents"
             )
-        elif kind is None or not self._places:
+        elif not self._places:
             self.path.unlink(missing_ok=True)
         else:
             self._say(
@@ -182,14 +208,23 @@ class AnswerFile:
             )
         self._opened.close()
 
+    def _remove_where_asked(self, file: "AnswerFile") -> None:
+        """Remove a file, unless it answers what this input did not ask: that stands nowhere else."""
+        if other := sum(prompt not in self._asked for prompt in file._places):
+            self._say(
+                f"{other:,} of {counted(len(file._places), 'answer')} in {file.path} were not asked for by "
+                "this input; the file is kept for the one that asks for them: delete it if there is none"
+            )
+        else:
+            file.path.unlink(missing_ok=True)
+
     def __len__(self) -> int:
         return len(self._places) + sum(len(places) for _, places in self._others)
 
     @property
     def usable(self) -> int:
         """About how many of these answer a prompt of this part."""
-        others = sum(len(places) for _, places in self._others)
-        return len(self._places) + others // (self._part.of if self._part else 1)
+        return len(self) if self._part is None else len(self._places) + self._expected
 
     def get(self, prompt: Sequence[int]) -> list[int] | None:
         """The answer to a prompt, by its ids; None where there is none yet."""
@@ -197,8 +232,12 @@ class AnswerFile:
         key = _key(prompt)
         for file, places in ((self._file, self._places), *self._others):
             if (place := places.get(key)) is not None:
+                self._asked.add(key)
                 answer: list[int] = orjson.loads(os.pread(file.fileno(), place[1], place[0]))[1]
                 return answer
+        if self._part is None and not self._told_missing:
+            self._told_missing = True
+            self._tell_missing_parts()
         return None
 
     def add(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
@@ -224,6 +263,7 @@ class AnswerFile:
             self._file.truncate(size)
             raise DiskError(f"{self.path}: cannot be written ({error}); make room and try again") from error
         self._places.update(places)
+        self._asked.update(places)
 
     def _locked(self) -> FileIO | None:
         """The file, for this process alone; None where its last owner removed it before it was locked.

@@ -5,6 +5,7 @@ follows from what is asked first in it. All turns of a conversation stay togethe
 answers before it, and so do rows that ask the same. The hash leaves each part the same mix of lengths.
 """
 
+import math
 import re
 from typing import Any, Self
 
@@ -36,6 +37,13 @@ class Part:
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
+
+    def share_of(self, other: "Part | None") -> float:
+        """Of the rows of another part, or of all (None), the share that falls to this one too."""
+        if other is None:
+            return 1 / self.of
+        common = math.gcd(self.of, other.of)
+        return common / self.of if (self.number - other.number) % common == 0 else 0.0
 
     def has(self, row: "Conversation") -> bool:
         """Whether a row falls to this part."""

@@ -33,13 +33,7 @@ def fresh_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
         DiskError: the finished folder cannot be moved into place.
     """
     folder = Path(os.path.abspath(folder))
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder}: a folder is to be written here and a file stands in its place")
-    occupied = folder.is_dir() and any(folder.iterdir())
-    if occupied and not overwrite:
-        raise DataError(f"{folder}: holds files already; name another folder or ask to overwrite it")
-    if occupied and not any((folder / part / MANIFEST).is_file() for part in ("", "train")):
-        raise DataError(f"{folder}: holds files that are no documents, so it will not be overwritten")
+    occupied = refuse_or_replace(folder, overwrite)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     held: int | None = None
     try:
@@ -65,6 +59,22 @@ def fresh_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(held)
+
+
+def refuse_or_replace(folder: Path, overwrite: bool) -> bool:
+    """Whether something is there that `fresh_folder` would replace.
+
+    Raises:
+        DataError: `folder` is a file, or holds something that may not be replaced.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: a folder is to be written here and a file stands in its place")
+    occupied = folder.is_dir() and any(folder.iterdir())
+    if occupied and not overwrite:
+        raise DataError(f"{folder}: holds files already; name another folder or ask to overwrite it")
+    if occupied and not any((folder / part / MANIFEST).is_file() for part in ("", "train")):
+        raise DataError(f"{folder}: holds files that are no documents, so it will not be overwritten")
+    return occupied
 
 
 def _hold_new_folder(folder: Path) -> int:

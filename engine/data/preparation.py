@@ -32,7 +32,7 @@ from engine.data.chat import (
     vocabulary_size,
 )
 from engine.data.documents import in_held_out
-from engine.data.fresh_folder import fresh_folder
+from engine.data.fresh_folder import fresh_folder, refuse_or_replace
 from engine.data.input_lines import chunks, list_inputs
 from engine.data.regeneration import AnswerCounts, AnswerWriter, RegeneratingReader, settings_of
 from engine.data.report import Report, Skipped, print_report, show_document, write_skipped
@@ -81,12 +81,7 @@ def prepare(
         DiskError: writing fails under way.
     """
     files = list_inputs(inputs)
-    if held_out is not None:
-        in_held_out(np.zeros(0, dtype=np.int64), held_out)  # refuses a share out of range
-    if not 0.0 <= max_bad <= 1.0:
-        raise DataError(f"max_bad = {max_bad}: a share lies between 0 and 1")
-    if max_length is not None and max_length < 2:
-        raise DataError(f"max_length = {max_length}: a document has 2 tokens at least, prompt and answer")
+    _refuse_out_of_range(max_length, held_out, max_bad)
     console = console or Console()
     output = Path(output)
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
@@ -168,6 +163,7 @@ def answer_part(
     part: Part,
     *,
     max_length: int | None = None,
+    held_out: float | None = None,
     max_bad: float = 0.01,
     overwrite: bool = False,
     template_options: Mapping[str, Any] | None = None,
@@ -180,15 +176,16 @@ def answer_part(
     arguments takes their answers, writes those that are missing, and makes the documents.
 
     Args:
-        part: which rows. The other arguments are those of `prepare`.
+        part: which rows. The other arguments are those of `prepare`: what it would refuse is refused
+            here, before hours of answering.
 
     Raises:
-        DataError: as `prepare`, or `output` is there already.
+        DataError: as `prepare`.
         DiskError: writing fails under way.
     """
     files, output, console = list_inputs(inputs), Path(output), console or Console()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())) and not overwrite:
-        raise DataError(f"{output}: is there already; name another folder or ask to overwrite it")
+    _refuse_out_of_range(max_length, held_out, max_bad)
+    refuse_or_replace(output, overwrite)
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     # A part's rows stand among those of the others, and are to fill batches too.
     at_once = max(_CHUNK_ROWS, 8 * answer_writer.batch) * part.of
@@ -279,6 +276,15 @@ def _keep(
         else:
             report.dropped[reasons[0]] += 1
     return kept
+
+
+def _refuse_out_of_range(max_length: int | None, held_out: float | None, max_bad: float) -> None:
+    if held_out is not None:
+        in_held_out(np.zeros(0, dtype=np.int64), held_out)  # refuses a share out of range
+    if not 0.0 <= max_bad <= 1.0:
+        raise DataError(f"max_bad = {max_bad}: a share lies between 0 and 1")
+    if max_length is not None and max_length < 2:
+        raise DataError(f"max_length = {max_length}: a document has 2 tokens at least, prompt and answer")
 
 
 def _refuse_bad(report: Report, files: list[Path], folder: str, max_bad: float) -> None:
