@@ -218,7 +218,8 @@ def processor_findings(cores: int, lanes: Sequence[str], cpu_threads: int) -> It
             "processor cores",
             "warn",
             f"{shown}, and the schedule's {len(lanes)} lanes keep {busy} threads busy",
-            "lower run.cpu_threads, name fewer lanes, or put up with lanes that slow each other down",
+            ("lower run.cpu_threads, " if cpu_threads > 1 and "cpu" in lanes else "")
+            + "name fewer lanes, or put up with lanes that slow each other down",
         )
     else:
         yield Finding("processor cores", "ok", shown + (f", {busy} kept busy by lanes" if lanes else ""))

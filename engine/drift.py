@@ -32,9 +32,9 @@ PLACES = frozenset({"target.path", "drafter.init", "data.path", "data.held_out"}
 """Paths; what they name has a fingerprint, and a drafter's first weights are in the checkpoint."""
 
 DECIDING_HOOKS = ("make_objective", "make_optimizer", "make_attention", "load_target", "make_stage")
-"""Feature paths and transfers are left out: they move and group the same sums."""
+"""Transfers are left out: they move the same numbers."""
 
-WRAPPING_HOOKS = ("wrap_target", "wrap_drafter")
+WRAPPING_HOOKS = ("wrap_target", "wrap_drafter", "make_feature_path")
 """Of these, the plugins that do not say of themselves that they keep the numbers."""
 
 OPTIMIZER = "plugin for make_optimizer"

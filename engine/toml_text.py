@@ -66,7 +66,8 @@ def apply_override(tables: dict[str, Any], setting: str) -> str:
 
     The value is TOML; a bare word that is none (`cuda`, `data/train`) is taken as a string. A table of
     a list of tables is reached by its name: `stage.transfer.depth=2`, or by what it uses, dots as
-    they are: `plugin.plugins.async_copy.slots=3`.
+    they are: `plugin.plugins.async_copy.slots=3`, or by the last part of that, without `.py`:
+    `plugin.power.exponent=2` for `use = "./power.py"`.
 
     Raises:
         ScheduleError: no `=`, a malformed name, or a value that starts like TOML and is not.
@@ -98,8 +99,11 @@ def apply_override(tables: dict[str, Any], setting: str) -> str:
 
 
 def _named_table(tables: list[dict[str, Any]], wanted: str, setting: str) -> dict[str, Any]:
-    """The one of a list of tables whose `name` or `use` is `wanted`."""
+    """The one of a list of tables whose `name` or `use`, or the last part of it, is `wanted`."""
     names = [str(table.get("name", table.get("use", ""))) for table in tables]
+    short = [re.split(r"[/\\.]", name.removesuffix(".py"))[-1] for name in names]
+    if names.count(wanted) == 0 and short.count(wanted) == 1:
+        return tables[short.index(wanted)]
     if names.count(wanted) != 1:
         found = "is there more than once" if wanted in names else "is not there"
         raise ScheduleError(f"{setting}: {shown(wanted)} {found}; there are {', '.join(names)}")

@@ -17,6 +17,9 @@ from engine.dflash.drafter import Drafter
 from engine.dflash.packing import PackedRow, pack_taps
 from engine.hookspecs import hookimpl
 
+KEEPS_NUMBERS = True
+"""But for rounding; so a run may go on with it or without it."""
+
 
 @attrs.frozen(kw_only=True)
 class Options:

@@ -306,5 +306,5 @@ def _refuse_bad(report: Report, files: list[Path], folder: str, max_bad: float) 
         raise DataError(f"{names}: none of the {report.rows} rows read can be kept ({reasons}){first}")
     raise DataError(
         f"{names}: {len(bad)} of {report.rows} rows are bad, more than max_bad = {max_bad} ({reasons}); "
-        f"mend the file or raise max_bad{first}"
+        f"mend the file or raise max_bad (--max-bad){first}"
     )
