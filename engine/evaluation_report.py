@@ -96,6 +96,8 @@ class DecodingFigures:
     differences: tuple[PromptDifference, ...] = ()
     rounding: RoundingNull | None = None
     """How often rounding alone parts texts; measured in a reduced precision, where there are differences."""
+    rounding_unknown: bool = False
+    """Memory ran out while that was measured, so that nothing tells rounding from a fault."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -108,6 +110,8 @@ class DecodingFigures:
     @property
     def near_ties_allowed(self) -> int:
         """How many prompts may differ by near ties."""
+        if self.rounding_unknown:
+            return 0
         if self.rounding is None:
             return max(ALWAYS, math.floor(UNMEASURED * self.prompts))
         return self.rounding.allowed
@@ -221,11 +225,14 @@ def _walk_lines(walk: WalkFigures | None) -> list[str]:
     return lines
 
 
-def _measured(null: RoundingNull | None) -> str:
-    if null is None:
-        return ""
+def _measured(decoding: DecodingFigures) -> str:
+    if decoding.rounding_unknown:
+        return "; memory ran out while the target decoded some again, so rounding was not measured"
+    allowed = f"; up to {decoding.near_ties_allowed} are taken for rounding"
+    if (null := decoding.rounding) is None:
+        return allowed
     return (
-        f": decoded by the target alone, {null.rows_together} together, "
+        f"{allowed}: decoded by the target alone, {' or '.join(map(str, null.rows_together))} together, "
         f"{null.differing_moved} of {null.differing_again} of these and "
         f"{null.others_moved} of {null.others_again} others differ from what it said before"
     )
@@ -248,8 +255,8 @@ def _decoding_lines(decoding: DecodingFigures | None) -> list[str]:
         )
         if ties := len(decoding.differences) - len(decoding.unexplained):
             lines.append(
-                f"{ties} of {decoding.prompts} outputs ({ties / decoding.prompts:.1%}) differ by near ties; "
-                f"up to {decoding.near_ties_allowed} are taken for rounding{_measured(decoding.rounding)}"
+                f"{ties} of {decoding.prompts} outputs ({ties / decoding.prompts:.1%}) differ by near ties"
+                f"{_measured(decoding)}"
             )
     else:
         lines.append("sampled outputs are not compared with the target's own: only greedy ones can be")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import row_of, run_blocks, shared_weights, small_config, small_drafter, taps_of
 from decoding_targets import (
     CPU,
     EOS,
@@ -24,9 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from engine.builtin.tokenizer import VOCABULARY
-from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
+from engine.dflash.configuration import DrafterConfig
 from engine.dflash.drafter import build_drafter
-from engine.dflash.drafter_cache import ContextCache
 from engine.dflash.speculation import Decoded, decode_alone, explain_difference, speculate
 from engine.errors import InputError
 from engine.target.loading import load_target
@@ -74,38 +72,6 @@ def test_the_reference_decoding_comes_out_again_at_every_verification(tmp_path: 
         assert prompt + alone[number] == tensors[f"greedy.{number}"][0].tolist()
         acceptance = tensors[f"acceptance.{number}"].tolist()
         assert result.acceptance[: len(acceptance)] == acceptance
-
-
-# --- the drafter's cache ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("is_causal", [None, False])
-@pytest.mark.parametrize("layer_types", [(FULL, FULL), (SLIDING, SLIDING), (SLIDING, FULL)])
-def test_a_block_on_a_grown_context_equals_the_block_of_training(
-    layer_types: tuple[str, ...], is_causal: bool | None
-) -> None:
-    config = small_config(layer_types=layer_types, is_causal=is_causal)
-    lengths, anchors = [20, 13, 17], [9, 1, 16]
-    row = row_of(*((length, 1) for length in lengths))
-    taps = taps_of(row)
-    begins = row.starts.tolist()
-    trained = run_blocks(config, row, taps, [begin + at for begin, at in zip(begins, anchors, strict=True)])
-
-    context = ContextCache(small_drafter(config), len(lengths))
-    for piece in range(0, max(anchors), 5):  # as verifications would commit it
-        context.extend(
-            [
-                taps[begin + piece : begin + max(piece, min(piece + 5, at))]
-                for begin, at in zip(begins, anchors, strict=True)
-            ]
-        )
-        rejected = torch.full((len(lengths), config.block_size, config.hidden_size), float(piece + 1))
-        context.fill_blocks(rejected)  # each verification fills a block; none of it may stay
-    assert context.lengths == anchors
-    block = torch.full((len(lengths), config.block_size), config.mask_token_id)
-    block[:, 0] = row.input_ids[torch.tensor(begins) + torch.tensor(anchors)]
-    served = context.fill_blocks(shared_weights().embed_tokens[block])
-    torch.testing.assert_close(served, trained, atol=1e-5, rtol=1e-5)
 
 
 # --- the target's own text --------------------------------------------------------------------------------
