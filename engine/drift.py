@@ -13,7 +13,7 @@ import attrs
 
 from engine.errors import CheckpointError
 from engine.planning import RunPlan
-from engine.plugin_host import changes_numbers
+from engine.plugin_host import WRAPPING_HOOKS, changes_numbers
 from engine.plugin_loading import LoadedPlugin
 from engine.schedule import Data, Drafter, Target, Train
 from engine.target.fingerprint import config_fingerprint, vocabulary_fingerprint, weights_fingerprint
@@ -33,9 +33,6 @@ PLACES = frozenset({"target.path", "drafter.init", "data.path", "data.held_out"}
 
 DECIDING_HOOKS = ("make_objective", "make_optimizer", "make_attention", "load_target", "make_stage")
 """Transfers are left out: they move the same numbers."""
-
-WRAPPING_HOOKS = ("wrap_target", "wrap_drafter", "make_feature_path")
-"""Of these, the plugins that do not say of themselves that they keep the numbers."""
 
 OPTIMIZER = "plugin for make_optimizer"
 

@@ -106,7 +106,7 @@ def evaluate_checkpoint(
             target=pair.target.summary.folder,
             device=name,
             block_size=pair.config.block_size,
-            target_changed_by=pair.changed_by,
+            numbers_changed_by=pair.changed_by,
             walk=walk_documents(pair, documents, say) if walks else None,
             decoding=decode_documents(pair, documents, batch=batch, say=say, **how) if decodes else None,
         )

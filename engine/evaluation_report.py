@@ -18,7 +18,7 @@ from rich.table import Table
 
 from engine.errors import DiskError, InputError
 from engine.rounding_null import ALWAYS, UNMEASURED, RoundingNull
-from engine.served_pair import of_plain_target
+from engine.served_pair import of_plain_models
 from engine.whole_files import disk_errors, replace_file
 
 DIFFERENCES_SHOWN = 10
@@ -132,7 +132,7 @@ class EvaluationReport:
     block_size: int
     walk: WalkFigures | None
     decoding: DecodingFigures | None
-    target_changed_by: tuple[str, ...] = ()
+    numbers_changed_by: tuple[str, ...] = ()
     """The schedule's plugins that change the target's numbers in training; here it is the plain one."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def print_report(report: EvaluationReport, console: Console) -> None:
     for k in range(1, report.block_size):
         table.add_row(f"slot {k} accepted", *(f"{found.accepted_by_slot[k - 1]:.1%}" for _, found in columns))
     console.print(table)
-    changed = [of_plain_target(report.target_changed_by)] if report.target_changed_by else []
+    changed = [of_plain_models(report.numbers_changed_by)] if report.numbers_changed_by else []
     for line in [*changed, *_walk_lines(walk), *_decoding_lines(decoding)]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

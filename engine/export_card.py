@@ -10,7 +10,7 @@ from engine.dflash.configuration import FULL, SLIDING, DrafterConfig
 from engine.plugin_host import host_of
 from engine.plugin_loading import PluginRefused, load_plugin
 from engine.schedule import Schedule
-from engine.served_pair import target_changed_by
+from engine.served_pair import numbers_changed_by
 
 
 def render_card(
@@ -111,22 +111,22 @@ def _serving(config: DrafterConfig, *, target: str, layout: str, hybrid: bool) -
 
 
 def _changed_target(schedule: Schedule | None) -> list[str]:
-    """What a server has to know of the target in training, if that was not the plain one."""
+    """What a server has to know of target and drafter in training, if these were not the plain ones."""
     if schedule is None:
         return []
     try:
-        changed_by = target_changed_by(
+        changed_by = numbers_changed_by(
             host_of([load_plugin(one.use, one.options, "schedule") for one in schedule.plugin])
         )
     except PluginRefused as error:  # the drafter is served without it
-        return ["", f"Whether a plugin changed the target's numbers in training is not known here: {error}."]
+        return ["", f"Whether a plugin changed numbers in training is not known here: {error}."]
     if not changed_by:
         return []
     return [
         "",
-        f"In training {' and '.join(changed_by)} changed the target's numbers, and with them the states that",
-        "the drafter reads. Accepted length and loss above are beside that target; a server that runs it in",
-        "another way gives the drafter other states.",
+        f"In training {' and '.join(changed_by)} may have changed the numbers of target or drafter. Accepted",
+        "length and loss above are of them as they were in training; a server runs them as their files have",
+        "them. `evaluate` on this folder measures that.",
     ]
 
 

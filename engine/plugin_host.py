@@ -45,6 +45,9 @@ DEFAULT_PLUGINS = (
 ANSWERED_BY_NAME = frozenset({"make_objective", "make_stage", "open_data_source", "load_target"})
 """Hooks whose question names something: two plugins may have them, for different names."""
 
+WRAPPING_HOOKS = ("wrap_target", "wrap_drafter", "make_feature_path")
+"""Hooks that move, group or fuse what is computed, and may change it: see `changes_numbers`."""
+
 Thing = TypeVar("Thing")
 
 ORIGINS: tuple[Origin, ...] = ("schedule", "installed", "default")
@@ -236,7 +239,7 @@ def kind_of(hook: str) -> Literal["choose", "wrap", "watch"]:
 
 
 def changes_numbers(plugin: LoadedPlugin) -> bool:
-    """Whether what a plugin wraps computes other numbers than before, by more than rounding.
+    """Whether what a plugin has for one of `WRAPPING_HOOKS` computes other numbers, by more than rounding.
 
     So it is taken to be unless its module says `KEEPS_NUMBERS = True`.
     """

@@ -29,7 +29,7 @@ from engine.dflash.configuration import DrafterConfig
 from engine.dflash.drafter import Drafter, build_drafter
 from engine.dflash.export import fill_drafter, read_drafter_config, read_drafter_weights
 from engine.errors import CheckpointError, InputError
-from engine.plugin_host import PluginHost, changes_numbers, load_plugins
+from engine.plugin_host import WRAPPING_HOOKS, PluginHost, changes_numbers, load_plugins
 from engine.randomness import stateless_hash
 from engine.run_folder import resolve_checkpoint
 from engine.runtime.launch_state import ColdKey
@@ -70,8 +70,8 @@ class ServedPair:
 
     @property
     def changed_by(self) -> tuple[str, ...]:
-        """As `target_changed_by`; here the target is as its files have it."""
-        return target_changed_by(self.host)
+        """As `numbers_changed_by`; here target and drafter are as their files have them."""
+        return numbers_changed_by(self.host)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -168,24 +168,22 @@ def load_pair(
     drafter.requires_grad_(False).eval()
     pair = ServedPair(checkpoint=checkpoint, schedule=schedule, host=host, target=loaded, drafter=drafter)
     if pair.changed_by:
-        say(of_plain_target(pair.changed_by))
+        say(of_plain_models(pair.changed_by))
     return pair
 
 
-def target_changed_by(host: PluginHost) -> tuple[str, ...]:
-    """Plugins that may change the target's numbers in training, and with them the taps."""
-    return tuple(
-        plugin.name
-        for plugin in host.answering("wrap_target")
-        if plugin.origin != "default" and changes_numbers(plugin)
-    )
+def numbers_changed_by(host: PluginHost) -> tuple[str, ...]:
+    """Plugins that may change what target, drafter or feature path compute in training; named once each."""
+    asked = [plugin for hook in WRAPPING_HOOKS for plugin in host.answering(hook)]
+    named = [plugin.name for plugin in asked if plugin.origin != "default" and changes_numbers(plugin)]
+    return tuple(dict.fromkeys(named))
 
 
-def of_plain_target(changed_by: Sequence[str]) -> str:
-    """What is to be said of figures beside a drafter that was trained on a changed target."""
+def of_plain_models(changed_by: Sequence[str]) -> str:
+    """What is to be said of figures of models as their files have them, where training's may be others."""
     return (
-        f"{' and '.join(changed_by)} may change the target's numbers in training, and so in metrics.jsonl; "
-        "figures here are of the plain target"
+        f"{' and '.join(changed_by)} may change numbers in training, and so those of metrics.jsonl; figures "
+        "here are of target and drafter as their files have them"
     )
 
 

@@ -105,6 +105,6 @@ def _named_table(tables: list[dict[str, Any]], wanted: str, setting: str) -> dic
     if names.count(wanted) == 0 and short.count(wanted) == 1:
         return tables[short.index(wanted)]
     if names.count(wanted) != 1:
-        found = "is there more than once" if wanted in names else "is not there"
+        found = "is there more than once" if wanted in (*names, *short) else "is not there"
         raise ScheduleError(f"{setting}: {shown(wanted)} {found}; there are {', '.join(names)}")
     return tables[names.index(wanted)]

@@ -1,4 +1,4 @@
-"""A plugin that changes the target's numbers in training is told wherever the plain target is measured."""
+"""A plugin that changes numbers in training is told wherever target and drafter are measured without it."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from engine.plugin_host import changes_numbers, host_of, load_plugins
 from engine.plugin_loading import load_plugin
 from engine.run import run
 from engine.schedule import Plugin, load_schedule
-from engine.served_pair import target_changed_by
+from engine.served_pair import numbers_changed_by
 from tools.quality_curve import evaluations
 
-SAID = "the schedule's plugins.fp8_target changes the target's numbers in training"
+SAID = "plugins.fp8_target may change numbers in training"
 EIGHT_BITS = """
 [[plugin]]
 use = "plugins.fused_target"
@@ -32,7 +32,7 @@ from engine.hookspecs import hookimpl
 class Options: pass
 class Wrapper:
     @hookimpl
-    def wrap_target(self, target): return None
+    def {hook}(self): return None
 def make(options): return Wrapper()
 """
 
@@ -46,15 +46,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(schedule, output=root / "run").folder.path
 
 
-def test_a_plugin_changes_numbers_unless_its_module_says_that_it_keeps_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hook", ["wrap_target", "wrap_drafter", "make_feature_path"])
+def test_a_plugin_changes_numbers_unless_its_module_says_that_it_keeps_them(
+    tmp_path: Path, hook: str
+) -> None:
     for line, changes in (("", True), ("KEEPS_NUMBERS = False", True), ("KEEPS_NUMBERS = True", False)):
         path = tmp_path / f"wrapper{len(line)}.py"
-        path.write_text(WRAPPER.format(line=line))
+        path.write_text(WRAPPER.format(line=line, hook=hook))
         plugin = load_plugin(str(path), {}, "schedule")
         assert changes_numbers(plugin) == changes
-        assert target_changed_by(host_of([plugin])) == ((str(path),) if changes else ())
-    kept = ["plugins.fused_target", "plugins.graph_target", "plugins.lazy_compile", "plugins.muon"]
-    assert target_changed_by(load_plugins([Plugin(use=use) for use in kept])) == ()
+        assert numbers_changed_by(host_of([plugin])) == ((str(path),) if changes else ())
+    keep = ("fused_target", "graph_target", "lazy_compile", "split_fc", "muon")
+    kept = [f"plugins.{name}" for name in keep]
+    assert numbers_changed_by(load_plugins([Plugin(use=use) for use in kept])) == ()
 
 
 def test_evaluate_says_and_writes_it(capsys, monkeypatch, trained: Path, tmp_path: Path) -> None:
@@ -63,7 +67,7 @@ def test_evaluate_says_and_writes_it(capsys, monkeypatch, trained: Path, tmp_pat
         "--json", tmp_path / "f.json",
     )  # fmt: skip
     assert code == 0 and SAID in " ".join(output.split()), output
-    assert orjson.loads((tmp_path / "f.json").read_bytes())["target_changed_by"] == ["plugins.fp8_target"]
+    assert orjson.loads((tmp_path / "f.json").read_bytes())["numbers_changed_by"] == ["plugins.fp8_target"]
     assert len(evaluations(trained)) == 2  # through the 8-bit walk, its own tokens included
 
 
@@ -87,4 +91,4 @@ def test_the_card_says_it_under_serving(trained: Path, tmp_path: Path) -> None:
     export(trained, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     serving = card[card.index("## Serving") : card.index("## Training")]
-    assert "In training plugins.fp8_target changed the target's numbers" in serving
+    assert "In training plugins.fp8_target may have changed the numbers of target or drafter" in serving

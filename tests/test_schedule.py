@@ -433,6 +433,16 @@ def test_overrides_reach_stages_and_plugins_by_name(tmp_path: Path) -> None:
     assert load_schedule(bare, ['plugin=[{use="plugins.split_fc"}]']).plugin[0].use == "plugins.split_fc"
 
 
+def test_overrides_reach_a_plugin_s_file_by_its_name_where_there_is_one_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    uses = ["./power.py", "plugins.async_copy", "a/twice.py", "b/twice.py"]
+    path.write_text(schedule_with(plugin=[{"use": use} for use in uses]).to_toml())
+    changed = load_schedule(path, ["plugin.power.exponent=0.2", "plugin.async_copy.slots=4"])
+    assert [plugin.options for plugin in changed.plugin] == [{"exponent": 0.2}, {"slots": 4}, {}, {}]
+    with pytest.raises(ScheduleError, match='"twice" is there more than once; there are ./power.py'):
+        load_schedule(path, ["plugin.twice.slots=4"])
+
+
 def test_setting_devices_replaces_the_files_layout_and_the_reverse(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     path.write_text(schedule_with(layout="pipelined").to_toml())
