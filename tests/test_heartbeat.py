@@ -366,27 +366,28 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_counts_for_nothing(
 
 
 def test_one_of_many_that_start_together_gets_the_folder(tmp_path: Path) -> None:
-    inside: list[int] = []
-    most: list[int] = []
+    rounds, together = 100, threading.Barrier(4, timeout=60)
+    winners: list[int] = []
 
-    def start(number: int) -> None:
-        for _ in range(200):
+    def start() -> None:
+        for number in range(rounds):
             lock = RunLock(unheard)
+            together.wait()
             try:
                 lock.take(tmp_path)
+                winners.append(number)
             except InputError:
-                continue
-            inside.append(number)
-            most.append(len(inside))
-            inside.remove(number)
-            lock.release()
+                lock = None
+            together.wait()  # nobody gives it back while another still tries
+            if lock is not None:
+                lock.release()
 
-    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(most) >= 200 and max(most) == 1
+    assert winners == list(range(rounds))
 
 
 def test_a_run_that_is_discarded_takes_its_lock_along_and_nobody_elses(tmp_path: Path) -> None:
