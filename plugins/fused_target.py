@@ -77,7 +77,7 @@ class FusedTarget:
                 f"{'; '.join(f'{error}, at most {error.allowed:.2e}' for error in bad)}. Update "
                 'Triton and flash-linear-attention, or name plugins.fused_target with on = "never"'
             )
-        # In float32 it was the module's own kernels that it was measured by, and these are compared yet.
+        # In float32 it was judged by the module's own kernels, which nobody has compared with anything yet.
         walk = attrs.evolve(walk, checked=tells_of_kernels(target.dtype))
         return attrs.evolve(target, walk=walk, notes=noted(target, fused_target=told(errors)))
 

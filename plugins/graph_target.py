@@ -39,8 +39,8 @@ class Options:
     shapes: Annotated[int, Bounds(at_least=1)] = 32
     """Most shapes, (rows, length); a run prints how many it has."""
     memory_gb: Annotated[float, Bounds(above=0)] | None = None
-    """No more is recorded once a lane's graphs take so many 10^9 bytes; left out: as much as they need, which
-    is about what one forward of the largest shape holds, and the first one recorded."""
+    """No more is recorded once a lane's graphs take so many 10^9 bytes, which the first may do already. Left
+    out: as much as they need, about what one forward of the largest shape holds."""
 
 
 @attrs.define(eq=False)
